@@ -157,17 +157,13 @@ def the_cache_is_bounded(config: RoleConfig) -> None:
         original(self, rows, length)
         made.append(self)
 
-    kv_cache.KVCache.__init__ = remember
-    try:
+    with mock.patch.object(kv_cache.KVCache, "__init__", remember):
         for count in (1, 10):
             engine.generate(sampled_requests() * count, cache_tokens=100)
-        generation.FIRST_NEW_TOKENS, first = 2, generation.FIRST_NEW_TOKENS
         requests = [dataclasses.replace(r, max_new_tokens=20) for r in sampled_requests()]
-        grown = engine.generate(requests, cache_tokens=100)
+        with mock.patch.object(generation, "FIRST_NEW_TOKENS", 2):
+            grown = engine.generate(requests, cache_tokens=100)
         assert made[-1].length > 15, "rows have become longer"
-    finally:
-        kv_cache.KVCache.__init__ = original
-        generation.FIRST_NEW_TOKENS = first
     assert [c.tokens for c in grown] == [c.tokens for c in engine.generate(requests)]
     for cache in made:
         for keys, values in cache.layers.values():
@@ -197,14 +193,14 @@ def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
     engine = make_engine(config)
     requests = sampled_requests()
     shorter = engine.generate(requests)
-    made, original = [], decoder.Decoder.__init__
-    fits, decoder.supports_chunk = decoder.supports_chunk, lambda model: False
-    decoder.Decoder.__init__ = lambda self, model: made.append(model)
-    try:
+    assert all(decoder.supports_chunk(model) for model in engine.model.chunks)
+    made: list[object] = []
+    with (
+        mock.patch.object(decoder, "supports_chunk", lambda model: False),
+        mock.patch.object(decoder.Decoder, "__init__", lambda self, model: made.append(model)),
+    ):
         longer = engine.generate(requests)
-    finally:
-        decoder.supports_chunk, decoder.Decoder.__init__ = fits, original
-    assert not made and all(fits(model) for model in engine.model.chunks)
+    assert not made
     assert_alike(longer, shorter)
 
 
@@ -243,13 +239,10 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
         torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
         return found[0]
 
-    decode_graphs.DecodeGraphs.__call__ = poisoned
-    try:
+    with mock.patch.object(decode_graphs.DecodeGraphs, "__call__", poisoned):
         found = engine.generate(requests, cuda_graphs=True)
         assert any(rows > count for count, rows in calls), "no step was widened"
         tight = engine.generate(requests, cuda_graphs=True, cache_tokens=45, prefill_tokens=3)
-    finally:
-        decode_graphs.DecodeGraphs.__call__ = original
     assert_alike(found, expected)
     assert_alike(tight, expected)
 

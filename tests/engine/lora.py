@@ -102,9 +102,7 @@ def first_steps_are_guarded(config: RoleConfig) -> None:
     shapes = adapters(config.model.path, config.model.lora, config.head)
     found = []
     for step in range(2):
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            engine.forward_backward_step(engine.shard_data(tiny.uneven_batch(seed=step)))
+        contract.gradients(engine, engine.shard_data(tiny.uneven_batch(seed=step)))
         token = engine.guard_before_step()
         engine.optimizer_step(), engine.lr_scheduler_step()
         found.append(engine.guard_after_step(token))
@@ -117,9 +115,7 @@ def first_steps_are_guarded(config: RoleConfig) -> None:
 def an_a_that_has_no_excuse_is_found(config: RoleConfig) -> None:
     """A zero gradient of an A whose B is not zero is a fault, as it is for any parameter."""
     engine = make_engine(config, random_adapter(config.model.path, config.model.lora))
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_step(engine.shard_data(tiny.uneven_batch()))
+    contract.gradients(engine, engine.shard_data(tiny.uneven_batch()))
     name = next(name for name in engine.model.trained() if "lora_A" in name)
     engine.model.trained()[name].grad.to_local().zero_()
     token = engine.guard_before_step()

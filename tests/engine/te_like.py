@@ -18,6 +18,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -186,19 +187,19 @@ def _layer(config: Any, experts: int | None) -> ModuleSpec:
 @contextlib.contextmanager
 def te_like() -> Iterator[None]:
     """Inside, engines are built of these modules where their config has `engine.layer_spec: te`."""
-    outside = layers.block_spec, engine_model.layer_spec.choose
+    outside = layers.block_spec
 
     def block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
-        return (_block_spec if config.layer_spec == "te" else outside[0])(config, numbers)
+        return (_block_spec if config.layer_spec == "te" else outside)(config, numbers)
 
     def choose(wanted: str, *_: Any, **__: Any) -> layer_spec.LayerSpec:
         return layer_spec.LayerSpec("te" if wanted == "te" else "local", "as the test has it")
 
-    layers.block_spec, engine_model.layer_spec.choose = block_spec, choose
-    try:
+    with (
+        mock.patch.object(layers, "block_spec", block_spec),
+        mock.patch.object(engine_model.layer_spec, "choose", choose),
+    ):
         yield
-    finally:
-        layers.block_spec, engine_model.layer_spec.choose = outside
 
 
 # -- in a world of processes -------------------------------------------------------------------------------------------
@@ -212,15 +213,11 @@ def measure(**arguments: Any) -> parity.Outcome | None:
         role = config_of(*given)
         return dataclasses.replace(role, engine=dataclasses.replace(role.engine, layer_spec="te"))
 
-    parity.config_of = with_te
-    try:
-        with te_like():
-            before = NormAndColumn.made, Grouped.made
-            outcome = parity.measure(**arguments)
-            assert (NormAndColumn.made, Grouped.made) != before, "the model is of other modules"
-            return outcome
-    finally:
-        parity.config_of = config_of
+    with mock.patch.object(parity, "config_of", with_te), te_like():
+        before = NormAndColumn.made, Grouped.made
+        outcome = parity.measure(**arguments)
+        assert (NormAndColumn.made, Grouped.made) != before, "the model is of other modules"
+        return outcome
 
 
 def generates(config: RoleConfig, expected: list[tuple[list[int], bool]]) -> None:

@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.masking_utils import (
     causal_mask_function,
@@ -268,36 +266,11 @@ def test_attentions_memory_grows_with_the_length(rule, options):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made on a device, in elements, with memory of its own: no view of another or of a file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.set_.source_Storage:
-            return out
-        given = {memory(x) for x in tree_leaves((args, kwargs)) if on_device(x)}
-        made = [x for x in tree_leaves(out) if on_device(x) and memory(x) not in given]
-        self.elements = max([self.elements, *(x.numel() for x in made)])
-        return out
-
-
-def on_device(x: object) -> bool:
-    return type(x) is torch.Tensor and x.device.type != "meta"
-
-
-def memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def largest_while_made(config) -> tuple[int, int]:
     """(the most elements of a tensor while the engine is made, of the largest parameter)."""
-    with Largest() as seen:
+    with PeakBytes("cpu") as seen:
         engine = make_engine(config)
-    return seen.elements, max(p.numel() for p in engine.model.parameters().values())
+    return seen.largest // 4, max(p.numel() for p in engine.model.parameters().values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
