@@ -138,11 +138,7 @@ def test_null_is_the_students():
     """But its adapters, which a teacher has not."""
     config = made("model.dtype=float32")
     model = config.teacher_model(config.teacher.model)
-    assert (model.path, model.dtype, model.lora) == (
-        "teacher",
-        "float32",
-        None,
-    )
+    assert (model.path, model.dtype, model.lora) == ("teacher", "float32", None)
     assert [part.role for part in COMMAND.parts(config)] == ["", "teacher"]
     assert COMMAND.parts(config)[1].engine == config.engine and COMMAND.parts(config)[1].optimizer is None
     assert [phase.role for phase in COMMAND.phases(config).phases] == ["teacher", ""]
