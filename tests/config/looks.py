@@ -120,6 +120,11 @@ def the_same_as_with(what: Look, **keys: Any) -> Look:
     return lambda run: what(run) == what(run.other(**keys))
 
 
+def noted(name: str) -> Look:
+    """What rank 0 saw (Seen of reach.py or reach_ppo.py)."""
+    return lambda run: getattr(run.ranks[0], name)
+
+
 def all_of(*looks: Look) -> Look:
     return lambda run: tuple(look(run) for look in looks)
 
@@ -302,11 +307,6 @@ def grouped(run: Run) -> bool:
     return bool(run.calls("grouped"))
 
 
-def on_host(run: Run) -> bool:
-    """Whether activations waited on the host."""
-    return run.ranks[0].on_host
-
-
 def compiled(run: Run) -> bool:
     """Whether torch.compile made anything."""
     return run.ranks[0].compiled > 0
@@ -336,16 +336,6 @@ def tokens_between_blocks(run: Run) -> list[int]:
 def tokens_embedded(run: Run) -> list[set[int]]:
     """Tokens that the embedding is given on each rank in a micro-batch, padding included."""
     return [{math.prod(call.shape) for call in run.calls("embedding", rank)} for rank in range(len(run.ranks))]
-
-
-def devices(run: Run) -> set[str]:
-    """Where the parameters are."""
-    return run.ranks[0].devices
-
-
-def empty_at_rest(run: Run) -> list[str]:
-    """Kinds of state that have no memory between two steps."""
-    return run.ranks[0].empty_at_rest
 
 
 def experts(run: Run) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from mrl.config.load import from_dict
 from mrl.errors import UserError
 from mrl.trainers import sft
 from mrl.trainers.rows import RowsTrainer
+from tests.config.refused import nested
 from tests.engine.harness import run_case
 from tests.trainers.cases import before_step
 
@@ -347,15 +348,3 @@ def filled(value: Any, places: Mapping[str, Any]) -> Any:
     elif isinstance(value, Mapping):
         return {key: filled(item, places) for key, item in value.items()}
     return value
-
-
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as the sections of a config."""
-    config: dict[str, Any] = {}
-    for dotted, value in keys.items():
-        *sections, name = dotted.split(".")
-        section = config
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return config

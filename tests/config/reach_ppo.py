@@ -103,7 +103,6 @@ def make(folder: pathlib.Path) -> pathlib.Path:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     write = lambda name, lines: (folder / name).write_text("".join(f"{line}\n" for line in lines))  # noqa: E731
     write("other.jsonl", [json.dumps({**row, "prompt": "9+9="}) for row in rows])
-    write("columns.jsonl", [json.dumps({"question": row["prompt"], **row, "prompt": 3}) for row in rows])
     write(
         "renamed.jsonl", [json.dumps({"question": row["prompt"], "answer": row["answer"], "id": "x"}) for row in rows]
     )
@@ -185,10 +184,6 @@ def same(look: Look, key: str, value: Any = DEFAULT) -> Look:
 def metric_names(start: str) -> Look:
     """Metrics of any step whose name begins with `start`."""
     return lambda run: sorted({name for row in run.metrics for name in row if name.startswith(start)})
-
-
-def noted(name: str) -> Look:
-    return lambda run: getattr(run.ranks[0], name)
 
 
 def samples_of_a_prompt_are_equal(run: Run) -> bool:

@@ -14,6 +14,27 @@ from mrl.errors import ConfigError
 C = TypeVar("C")
 
 
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as the sections of a config."""
+    config: dict[str, Any] = {}
+    for dotted_name, value in keys.items():
+        *sections, name = dotted_name.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return config
+
+
+def dotted(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The way back: dotted keys and their values, those of empty mappings among them."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        here = f"{path}.{name}" if path else name
+        found |= dotted(value, here) if isinstance(value, dict) and value else {here: value}
+    return found
+
+
 def config_of(root: type[C], base: Mapping[str, Any], *overrides: str) -> C:
     """Returns the checked config of `base` with overrides (KEY=VALUE) over it."""
     raw = copy.deepcopy(dict(base))

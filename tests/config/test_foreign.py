@@ -15,6 +15,7 @@ from mrl.config.keys import nearest_key
 from mrl.config.load import from_dict
 from mrl.config.translate import advice, known_keys, trainers
 from mrl.errors import ConfigError, shortened
+from tests.config.refused import dotted, nested
 from tools import pages
 
 LISTS = sorted((pathlib.Path(__file__).parent / "foreign").glob("*.txt"))
@@ -22,25 +23,14 @@ NAMED = {"verl": 100, "nemo": 55, "trl": 55}
 """Keys of a list that are told one of ours, at least; of verl's sft there are fewer in all."""
 
 
-def put(raw: dict, dotted: str, value: object) -> dict:
-    *sections, name = dotted.split(".")
-    node = raw
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[name] = value
-    return raw
-
-
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
 def test_every_key_of_another_trainer_is_told_what_it_is_here(path):
     source, command, *keys = path.read_text().splitlines()
     assert source.startswith("# ") and any(c.isdigit() for c in source)
     root = roots()[command.split()[-1]]
-    known, raw = known_keys(root), {}
-    for key in keys:
-        put(raw, key, "x")
+    known = known_keys(root)
     with pytest.raises(ConfigError) as caught:
-        from_dict(raw, root)
+        from_dict(nested(dict.fromkeys(keys, "x")), root)
     fixes = {one.key: one.fix for one in (caught.value, *caught.value.others)}
     named = 0
     for key in keys:
@@ -84,7 +74,7 @@ def test_every_row_names_keys_that_a_command_has():
 )  # fmt: skip
 def test_what_a_foreign_key_is_told(command, key, says):
     with pytest.raises(ConfigError) as caught:
-        from_dict(put({}, key, 1), roots()[command])
+        from_dict(nested({key: 1}), roots()[command])
     found = {one.key: one for one in (caught.value, *caught.value.others)}[key]
     assert found.why == "is given to an unknown key"
     assert found.fix.startswith(says) if says else advice(key, roots()[command]) is None
@@ -140,14 +130,6 @@ logging_steps: 25
 optim: adamw_torch
 gradient_checkpointing_kwargs: {use_reentrant: false}
 """
-
-
-def dotted(raw: dict, path: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in raw.items():
-        here = f"{path}.{name}" if path else name
-        found |= dotted(value, here) if isinstance(value, dict) and value else {here: value}
-    return found
 
 
 @pytest.mark.parametrize(
@@ -207,9 +189,7 @@ def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     lines = done.stderr.splitlines()
     assert all(line.startswith("mrl: not translated: ") for line in lines)
     assert all(any(part in line for line in lines) for part in left), lines
-    for key, value in needed.items():
-        put(made, key, value)
-    from_dict(made, roots()[command])
+    from_dict(nested(dotted(made) | needed), roots()[command])
 
 
 def test_the_algorithm_is_that_of_verls_default_where_a_file_has_none(tmp_path):

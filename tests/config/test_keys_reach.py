@@ -111,7 +111,7 @@ MODEL = [
 ENGINE = [
     Row("engine.backend", looks.marker, [(DEFAULT, "megatron"), ("fsdp", "fsdp")], on=MEGATRON),
     Row(
-        "engine.device", looks.devices,
+        "engine.device", looks.noted("devices"),
         [(DEFAULT, {HERE}), ("cpu", {"cpu"}), ("cuda", Refusal("ConfigError", "engine.device: ") if HERE == "cpu" else {"cuda"})],
     ),
     Row(
@@ -122,16 +122,11 @@ ENGINE = [
         on=MEGATRON,
     ),
     Row(
-        "engine.layer_spec", looks.layer_spec,
-        [(DEFAULT, None), *((name, Refusal("ConfigError", "engine.layer_spec: ")) for name in ("te", "local"))], on=FSDP,
-    ),
-    Row(
         "engine.attention", steps,
         [(DEFAULT, [1]), *((k, Refusal("ConfigError", "engine.attention: ")) for k in ("flash", "fused", "unfused"))]
         if HERE == "cpu" else [(DEFAULT, [1])],
         on=MEGATRON,
     ),  # what it does: tests/engine/test_layer_spec_of_ranks.py
-    Row("engine.attention", steps, [(DEFAULT, [1]), ("flash", Refusal("ConfigError", "engine.attention: "))], on=FSDP),
     Row(
         "engine.recompute", looks.forwards,
         [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 1, "mlp": 2}), ("full", {"attention": 2, "mlp": 2})],
@@ -139,12 +134,8 @@ ENGINE = [
     ),
     Row(
         "engine.recompute_modules", looks.forwards,
-        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1}), (["moe", "shared_experts", "moe_act", "mla_up_proj"], Refusal("ConfigError", "engine.recompute_modules: "))],
+        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1}), (["mlp"], {"attention": 1, "mlp": 2}), (["moe", "shared_experts", "moe_act", "mla_up_proj"], Refusal("ConfigError", "engine.recompute_modules: "))],
         {"engine.recompute": "selective"}, on=MEGATRON,
-    ),
-    Row(
-        "engine.recompute_modules", steps, [(DEFAULT, [1]), (["mlp"], Refusal("ConfigError", "engine.recompute_modules: value \"mlp\""))],
-        what="on fsdp", on=FSDP,
     ),
     Row(
         "engine.recompute", looks.forwards,
@@ -152,7 +143,7 @@ ENGINE = [
         on=FSDP,
     ),
     Row(
-        "engine.offload", looks.empty_at_rest,
+        "engine.offload", looks.noted("empty_at_rest"),
         [
             (DEFAULT, []), (["parameters"], ["parameters"]), (["gradients"], ["gradients"]),
             (["optimizer"], ["optimizer"]),
@@ -165,19 +156,10 @@ ENGINE = [
         [(DEFAULT, [1]), (True, Refusal("ConfigError", "engine.batch_invariant: value true needs micro-batches of one"))],
         on=MEGATRON,
     ),  # what it does: tests/engine/test_generation.py
-    Row("engine.batch_invariant", steps, [(DEFAULT, [1]), (True, Refusal("ConfigError", "engine.batch_invariant: "))], on=FSDP),
-    Row("engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations"),
+    Row("engine.offload", looks.noted("on_host"), [(DEFAULT, False), (["activations"], True)], SECOND, what="activations"),
     Row(
         "engine.recompute_every", looks.forwards_of_all,
         [(DEFAULT, 4), (2, 3), (3, 3)], {"engine.recompute": "full"}, on=FSDP,
-    ),
-    Row(
-        "engine.recompute_every", steps, [(DEFAULT, [1]), (2, Refusal("ConfigError", "engine.recompute_every: value 2"))],
-        {"engine.recompute": "full"}, on=MEGATRON,
-    ),
-    Row(
-        "engine.recompute_every", steps, [(DEFAULT, [1]), (2, Refusal("ConfigError", "engine.recompute_every: value 2"))],
-        what="without recompute", on=FSDP,
     ),
     Row(
         "engine.fsdp.replicate", looks.part_held,
@@ -187,10 +169,6 @@ ENGINE = [
     Row("engine.fsdp.reshard_after_forward", looks.gathered, [(DEFAULT, 0), (True, 0), (False, 2)], on=FSDP, world=2),
     Row("engine.fsdp.defer_sync", looks.gathered, [(DEFAULT, 0), (True, 2)], on=FSDP, world=2),
     Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP),
-    *(
-        Row(f"engine.fsdp.{name}", steps, [(DEFAULT, [1]), (value, Refusal("ConfigError", f"engine.fsdp.{name}"))], on=MEGATRON)
-        for name, value in (("replicate", 2), ("reshard_after_forward", False), ("defer_sync", True), ("compile", True))
-    ),
     Row(
         "engine.micro_batch.tokens", looks.lengths, [(DEFAULT, [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)],
         EVEN,
@@ -248,8 +226,6 @@ PARALLEL = on_two_ranks(
 OPTIMIZER = [
     Row("optimizer.name", looks.optimizer_has("name", "adamw", "muon"), [(DEFAULT, ["adamw"]), ("muon", ["muon"])],
         ADAMW, on=MEGATRON),
-    Row("optimizer.name", steps, [(DEFAULT, [1]), ("muon", Refusal("ConfigError", "optimizer.name: value \"muon\" "))],
-        on=FSDP),
     *(
         Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values)],
             MUON, on=MEGATRON)

@@ -21,6 +21,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import label_of
 from mrl.config.schema import SFTConfig
 from mrl.errors import MAX_MISTAKES, ConfigError
+from tests.config.refused import dotted
 
 BASE = {"output_dir": "run", "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
 
@@ -217,13 +218,6 @@ def test_null_rewards_and_rewards(tmp_path):
 
 @ROOTS
 def test_plain_data_holds_every_key(root, raw):
-    def leaves(data: dict, path: str = "") -> set[str]:
-        found: set[str] = set()
-        for name, value in data.items():
-            dotted = f"{path}.{name}" if path else name
-            found |= leaves(value, dotted) if isinstance(value, dict) and value else {dotted}
-        return found
-
     own = {role: {"engine": {}} for role in ("critic", "reference")}
     adapters = {"model": {"lora": {}}}
     if root is SFTConfig:
@@ -239,10 +233,10 @@ def test_plain_data_holds_every_key(root, raw):
             "reference": {"model": {"path": "t"}, "server": {"url": "http://h:1"}},
         }
         others = ({"actor": {"model": {"mtp": {}}}}, opd)
-    beside = {path for of in others for path in leaves(to_dict(from_dict(merged(raw, of), root)))}
+    beside = {path for of in others for path in dotted(to_dict(from_dict(merged(raw, of), root)))}
     beside = {path for path in beside if any(part in path for part in (".server.", ".mtp.", ".distill."))}
     null = {"teacher.server", "model.mtp", "actor.model.mtp", "reference.server", "algorithm.distill"}
-    assert leaves(to_dict(from_dict(full, root))) - null | beside == {key.path for key in walk_keys(root)}
+    assert dotted(to_dict(from_dict(full, root))).keys() - null | beside == {key.path for key in walk_keys(root)}
 
 
 @ROOTS

@@ -20,8 +20,9 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES, TRAINED, role_configs
 from mrl.errors import ConfigError
 from tests.config import looks, reach_ppo
-from tests.config.reach import DEFAULT, Refusal, Row, Runs, nested
-from tests.config.reach_ppo import BASE, named_is_the_best, noted, same, sampled, shown
+from tests.config.reach import DEFAULT, Refusal, Row, Runs
+from tests.config.reach_ppo import BASE, named_is_the_best, same, sampled, shown
+from tests.config.refused import nested
 from tests.trainers.tiny_runs import REPO
 
 TWICE, THREE = {"train.steps": 2}, {"train.steps": 3}
@@ -47,7 +48,7 @@ ALL_ONE = {"rewards": {"functions": [{"name": "length", "maximum": 99}], "worker
 BEST = {"checkpoint.best": "reward/digits/mean", "train.steps": 6, "checkpoint.keep": 1}
 
 advantages, completions, prompts = sampled("advantage"), sampled("completion"), sampled("prompt")
-metric = looks.metric
+metric, noted = looks.metric, looks.noted
 divergence = metric("actor/divergence")
 loss, kl_coef, iteration = metric("actor/loss"), metric("actor/kl_coef"), metric("iteration")
 
@@ -255,7 +256,6 @@ CHECKPOINT = [
 
 LOG = [
     Row("log.console", looks.printed, [("rich", "bar"), ("plain", "lines"), ("none", "nothing")], terminal=True),
-    Row("log.every", looks.step_lines, [(DEFAULT, 3), (9, 2)], THREE),
     Row("log.table", shown, [(DEFAULT, 3), (0, 0), (1, 1)]),
     Row("log.table_every", shown, [(DEFAULT, 3), (1, 6)], TWICE),
     Row("log.samples.every", reach_ppo.sample_files, [(DEFAULT, ["step_1", "step_2", "step_3"]), (2, ["step_1", "step_3"]), (None, [])], THREE),
@@ -263,13 +263,6 @@ LOG = [
     Row("log.samples.max_mb", noted("samples_mb"), [(DEFAULT, 1024), (7, 7)]),
     Row("log.samples.tokens", lambda run: "tokens" in reach_ppo.sample_keys(run), [(DEFAULT, True), (False, False)]),
     Row("log.samples.compress", reach_ppo.suffixes, [(DEFAULT, [".jsonl"]), (True, [".gz"])]),
-    Row("log.wandb.project", looks.wandb_run, [(DEFAULT, None), ("mine", ("offline", "mine", "demo"))]),
-    Row("log.wandb.name", looks.wandb_run, [("a", ("offline", "mine", "a")), ("b", ("offline", "mine", "b"))],
-        {"log.wandb.project": "mine"}),
-    Row("log.wandb.mode", looks.wandb_run,
-        [("online", Refusal("ConfigError", "log.wandb.mode")), ("offline", ("offline", "mine", "demo"))],
-        {"log.wandb.project": "mine"}),
-    Row("log.tensorboard", looks.tensorboard_steps, [(DEFAULT, None), (True, [1, 2])], TWICE),
 ]  # fmt: skip
 
 ROWS = [*ALGORITHM, *ROLLOUT, *REWARDS, *DATA, *TRAIN, *CHECKPOINT, *LOG]
@@ -283,12 +276,14 @@ IN_OTHER_TESTS = {
     "rollout.server.lora": "tests/rollout/test_adapters.py",
     **{f"rollout.server.{name}": "tests/rollout/test_vllm_parts.py" for name in ("memory_fraction", "tp")},
     "rewards.concurrency": "tests/rewards/test_pool.py",
+    **{f"log.{name}": "tests/config/test_keys_reach.py" for name in (
+        "every", "wandb.project", "wandb.name", "wandb.mode", "tensorboard")},
     "data.packing": "tests/config/test_roles.py",
     "data.turns": "tests/data/test_dialogue.py",
     **{f"reference.server.{name}": "tests/trainers/test_teacher_server.py" for name in (
         "url", "name", "concurrency", "timeout_s", "key_variable")},
 }  # fmt: skip
-"""Key -> the file of tests where it is seen: servers, which no run here has, and what runs at a time."""
+"""Key -> the file of tests where it is seen: servers, which no run here has, what runs at a time, and what all trainers share."""
 
 
 @pytest.fixture(scope="module")

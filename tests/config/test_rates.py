@@ -27,6 +27,11 @@ def base(command: str, role: str, adapters: bool, tmp_path) -> dict:
     return merged(raw, ({role: lora} if role else lora) if adapters else {})
 
 
+def with_rate(raw: dict, role: str, lr: float) -> dict:
+    optimizer = {"optimizer": {"lr": lr}}
+    return merged(raw, {role: optimizer} if role else optimizer)
+
+
 def rate(config, role: str) -> float:
     return (getattr(config, role) if role else config).optimizer.lr
 
@@ -44,9 +49,7 @@ def test_each_command_has_its_rate_says_it_and_writes_it(command, role, adapters
     RunDirectory(tmp_path / "run").prepare(config, "mrl")
     written = (tmp_path / "run" / "config.yaml").read_text()
     assert f"# {line}\n" in written and from_dict(yaml.safe_load(written), roots()[command]) == config
-    given = from_dict(
-        merged(raw, {role: {"optimizer": {"lr": 0.5}}} if role else {"optimizer": {"lr": 0.5}}), roots()[command]
-    )
+    given = from_dict(with_rate(raw, role, 0.5), roots()[command])
     assert rate(given, role) == 0.5 and not any(n.startswith(key) for n in command_of(type(given)).rate_notes(given))
 
 
@@ -54,9 +57,7 @@ def test_each_command_has_its_rate_says_it_and_writes_it(command, role, adapters
 @pytest.mark.parametrize(("command", "role"), [("dpo", ""), ("ppo", "actor"), ("sft", ""), ("rm", "")])
 def test_a_run_that_left_it_unset_resumes_with_its_own(command, role, resume, tmp_path):
     raw = base(command, role, False, tmp_path)
-    older = from_dict(
-        merged(raw, {role: {"optimizer": {"lr": 3e-5}}} if role else {"optimizer": {"lr": 3e-5}}), roots()[command]
-    )
+    older = from_dict(with_rate(raw, role, 3e-5), roots()[command])
     (tmp_path / "run" / "checkpoints" / "step_1").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(dump_config(older))
     if resume == "folder":

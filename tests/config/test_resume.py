@@ -60,13 +60,6 @@ def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():
     ("sections", "key"),
     [
         ({"model": {"dtype": "float32"}}, "model.dtype"),
-        ({"optimizer": {"lr": 1.0}}, "optimizer.lr"),
-        ({"data": {"split": "other"}}, "data.split"),
-        ({"data": {"max_length": 100}}, "data.max_length"),
-        ({"train": {"global_batch_size": 9}}, "train.global_batch_size"),
-        ({"seed": 1}, "seed"),
-        ({"engine": {"backend": "fsdp"}}, "engine.backend"),
-        ({"engine": {"moe": {"aux_loss": 0.1}}}, "engine.moe.aux_loss"),
         (
             {"engine": {"megatron": {"bucket_size": 9, "moe_input_jitter_eps": 0.5}}},
             "engine.megatron.moe_input_jitter_eps",
@@ -87,19 +80,11 @@ def test_every_breaking_key_is_named():
         check_resume(plain(), plain(seed=1, optimizer={"lr": 1.0}))
 
 
-def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
-    old = plain()
-    del old["data"]["truncation"]
-    assert check_resume(old, plain()) == []
-    with pytest.raises(ConfigError, match="data.truncation"):
-        check_resume(old, plain(data={"truncation": "drop"}))
-
-
 SAME = {
     SFTConfig: "model.init model.dtype model.lora.rank engine.backend engine.moe.aux_loss optimizer.lr optimizer.betas "
     "optimizer.schedule optimizer.warmup_steps optimizer.clip_grad data.split data.packing data.max_length data.shuffle "
     "train.global_batch_size seed",
-    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.optimizer.lr critic.optimizer.lr "
+    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.engine.backend rollout.stop critic.optimizer.lr "
     "reference.update_every reward.weight rewards.functions rollout.temperature rollout.samples_per_prompt rollout.max_turns "
     "algorithm.name algorithm.lam algorithm.epochs algorithm.mini_batch_size algorithm.kl_coef data.system data.max_prompt_length "
     "train.global_batch_size seed",
@@ -153,18 +138,9 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
     ("sections", "key"),
     [
         ({"actor": {"model": {"dtype": "float32"}}}, "actor.model.dtype"),
-        ({"actor": {"engine": {"backend": "fsdp"}}}, "actor.engine.backend"),
-        ({"critic": {"engine": {"backend": "fsdp"}}}, "critic.engine.backend"),
-        ({"critic": {"model": {"dtype": "float32"}}}, "critic.model.dtype"),
-        ({"critic": {"optimizer": {"lr": 1.0}}}, "critic.optimizer.lr"),
-        ({"reference": {"update_every": 5}}, "reference.update_every"),
         ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
         ({"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
         ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
-        ({"algorithm": {"lam": 0.9}}, "algorithm.lam"),
-        ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
-        ({"rollout": {"stop": ["x"]}}, "rollout.stop"),
-        ({"data": {"system": "Be brief."}}, "data.system"),
     ],
 )
 def test_ppo_what_breaks_the_run_is_refused(sections, key):
@@ -226,12 +202,7 @@ def test_ppo_what_a_recipe_has_is_the_same_written_out():
         check_resume(plain_ppo(), plain_ppo(algorithm={"clip_low": 0.1}))
 
 
-def test_ppo_a_reward_model_that_is_no_more_breaks_the_run():
-    with pytest.raises(ConfigError, match='^reward.model.path: value null is not the "judge" that'):
-        check_resume(plain_ppo(reward={"model": {"path": "judge"}}), plain_ppo())
-
-
-def test_ppo_a_section_that_an_older_version_did_not_have_counts_as_its_defaults():
+def test_a_section_or_key_that_an_older_version_did_not_have_counts_as_its_default():
     old = plain_ppo()
     del old["reference"], old["critic"]["engine"], old["log"]["table"]
     assert check_resume(old, plain_ppo()) == []

@@ -32,16 +32,8 @@ made = functools.partial(config_of, SFTConfig, BASE)
 
 
 REFUSED = [
-    (("teacher.loss=kl",), 'teacher.loss: value "kl" is not one of the choices'),
     (("model.mtp.loss_weight=0.1",), 'model.mtp: value {"loss_weight": 0.1, "detach": false} predicts one label for each token, and a teacher'),
     (("teacher.beta=0.5",), "teacher.beta: value 0.5 is not used by teacher.loss forward_kl; leave it out; it is of jsd"),
-    (("teacher.loss=jsd", "teacher.beta=0"), "teacher.beta: value 0 is out of range"),
-    (("teacher.loss=jsd", "teacher.beta=1"), "teacher.beta: value 1 is out of range"),
-    (("teacher.weight=0",), "teacher.weight: value 0 is out of range"),
-    (("teacher.weight=1.5",), "teacher.weight: value 1.5 is out of range"),
-    (("teacher.temperature=0",), "teacher.temperature: value 0 is out of range"),
-    (("teacher.top_k=0",), "teacher.top_k: value 0 is out of range"),
-    (("teacher.model.path=null",), "teacher.model.path"),
     (("teacher.path=other",), 'teacher.path: value "other" is given to an unknown key; did you mean teacher.model.path?'),
     (("teacher.alpha=0.5",), "teacher.alpha: value 0.5 is given to an unknown key; did you mean teacher.weight?"),
     (("teacher.model.lora.rank=4",), "teacher.model.lora"),
@@ -57,14 +49,11 @@ REFUSED = [
     (("teacher.others={math: {model: {path: x}, engine: {backend: fsdp, parallel: {tp: 2}}}}",), "teacher.others.math.engine.parallel.tp"),
     (("teacher.others={math: {model: {path: x}, server: {url: x}}}",), 'teacher.others.math.server.url: value "x" is no URL'),
     (("teacher.others={math: {path: x}}",), 'teacher.others.math.path: value "x" is given to an unknown key; did you mean teacher.others.math.model.path?'),
-    (("teacher.others={math: {model: {path: x}, loss: jsd}}",), "is given to an unknown key; the keys of teacher.others.math are"),
     (("teacher.others={teacher: {model: {path: x}}}",), 'teacher.others: value "teacher" is the name of the teacher in teacher.model'),
     (("teacher.others={a.b: {model: {path: x}}}",), 'teacher.others: value "a.b" is no name of a teacher'),
-    (("teacher.others=[x]",), "teacher.others"),
     (("data.teacher=math",), 'data.teacher: value "math" is no teacher of teacher.others; give it there'),
     (("data.train=[{path: a, teacher: code}]", "teacher.others={math: {model: {path: x}}}"),
      'data.train[0].teacher: value "code" is no teacher of teacher.others; give one of math'),
-    ((*SERVER, "teacher.server.concurrency=0"), "teacher.server.concurrency: value 0 is out of range"),
 ]  # fmt: skip
 
 
@@ -84,23 +73,16 @@ REFUSED_OPD = [
     (("reference.update_every=2",), "reference.update_every: value 2 would make the actor its own teacher"),
     (("algorithm.kl_in=loss",), 'algorithm.kl_in: value "loss" takes from algorithm.name opd its reward'),
     (("algorithm.name=grpo",), "rewards: value null leaves nothing to learn from"),
-    (("algorithm.distill.loss=kl",), 'algorithm.distill.loss: value "kl" is not one of the choices'),
-    (("algorithm.distill.top_k=0",), "algorithm.distill.top_k: value 0 is out of range"),
-    (("algorithm.distill.k=5",), "algorithm.distill.k: value 5 is given to an unknown key; the keys of algorithm.distill are loss, beta, top_k"),
     (("algorithm.distill.temperature=2",), "algorithm.distill.temperature: value 2 is given to an unknown key; did you mean rollout.temperature?"),
     ((*OVER, "algorithm.distill.beta=0.5"), "algorithm.distill.beta: value 0.5 is not used by algorithm.distill.loss reverse_kl; leave it out"),
-    (("algorithm.distill.loss=jsd", "algorithm.distill.beta=1"), "algorithm.distill.beta: value 1 is out of range"),
     ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what is minimized with algorithm.distill'),
     ((*OVER, "algorithm.kl_estimator=k3"), 'algorithm.kl_estimator: value "k3" would not be read by this opd'),
     ((*OVER, "algorithm.clip_low=0.1"), "algorithm.clip_low: value 0.1 is of the objective on rewards, and there are none beside algorithm.distill; leave it out, or give rewards.functions with a weight"),
     ((*OVER, "algorithm.advantage=gae"), 'algorithm.advantage: value "gae" is of the objective on rewards'),
     ((*OVER, "algorithm.correction=truncate", "rewards.functions=[{name: math, weight: 0}]"), 'algorithm.correction: value "truncate" is of the objective on rewards'),
     (("algorithm.kl_coef=0",), "algorithm.kl_coef: value 0 leaves nothing to learn from: it weighs the teacher, and nothing is rewarded; give one above 0, leave it out, or give rewards.functions with a weight"),
-    ((*OVER, "algorithm.kl_coef=0"), "algorithm.kl_coef: value 0 leaves nothing to learn from"),
     (("algorithm.distill.weight=0.5",), "algorithm.distill.weight: value 0.5 is given to an unknown key; did you mean algorithm.kl_coef?"),
     (("teacher.model.path=x",), "did you mean reference.model.path?"),
-    (("actor.learning_rate=1e-6",), "did you mean actor.optimizer.lr?"),
-    (("actor.engine.tensor_model_parallel_size=2",), "did you mean actor.engine.parallel.tp?"),
     (("algorithm.dynamic_sampling=true",), "algorithm.dynamic_sampling: value true compares the rewards of a prompt's samples, and nothing is rewarded"),
     ((*OVER, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "algorithm.distill: is given, and algorithm.name grpo has no teacher; leave it out, or set algorithm.name to opd"),
     ((*MATH, "algorithm.name=grpo", "rewards.functions=[{name: math}]"), "reference.others: is given, and algorithm.name grpo has no teacher"),
@@ -109,14 +91,8 @@ REFUSED_OPD = [
     ((*MATH, "data.teacher=code"), 'data.teacher: value "code" is no teacher of reference.others; give one of math'),
     (("data.train=[{path: a, teacher: code}]",), 'data.train[0].teacher: value "code" is no teacher of reference.others; give it there'),
     (("reference.others={reference: {model: {path: x}}}",), 'reference.others: value "reference" is the name of the teacher in reference.model'),
-    (("reference.others={math: {path: x, model: {path: y}}}",), 'reference.others.math.path: value "x" is given to an unknown key'),
-    (("reference.others={a.b: {model: {path: x}}}",), 'reference.others: value "a.b" is no name of a teacher'),
     (("reference.others={math: {model: {path: x}, engine: {backend: fsdp, parallel: {tp: 2}}}}",), "reference.others.math.engine.parallel.tp"),
     (("reference.others={math: {model: {path: x}, engine: {recompute: full}}}",), 'reference.others.math.engine.recompute: value "full" is for training, and the teacher never'),
-    (("reference.others={math: {model: {path: x}, engine: {micro_batch: {tokens: 50}}}}",), "reference.others.math.engine.micro_batch.tokens: value 50 is less than"),
-    (("reference.others={math: {model: {path: x}, server: {url: x}}}",), 'reference.others.math.server.url: value "x" is no URL'),
-    ((*SERVED, "reference.engine.backend=fsdp"), "reference.engine: is given and not used beside reference.server"),
-    ((*SERVED, "reference.model.dtype=float32"), 'reference.model.dtype: value "float32" is not used beside reference.server'),
     ((*SERVED, "algorithm.distill.top_k=null"), "algorithm.distill.top_k: value null is the whole vocabulary, which no server gives"),
     ((*SERVED, "rollout.temperature=0.7"), "rollout.temperature: value 0.7 is not what a server's log-probs are taken at"),
     ((*OVER, "actor.model.mtp.loss_weight=0.1"), "actor.model.mtp: value"),
@@ -162,11 +138,7 @@ def test_null_is_the_students():
     """But its adapters, which a teacher has not."""
     config = made("model.dtype=float32")
     model = config.teacher_model(config.teacher.model)
-    assert (model.path, model.dtype, model.lora) == (
-        "teacher",
-        "float32",
-        None,
-    )
+    assert (model.path, model.dtype, model.lora) == ("teacher", "float32", None)
     assert [part.role for part in COMMAND.parts(config)] == ["", "teacher"]
     assert COMMAND.parts(config)[1].engine == config.engine and COMMAND.parts(config)[1].optimizer is None
     assert [phase.role for phase in COMMAND.phases(config).phases] == ["teacher", ""]

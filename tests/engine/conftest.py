@@ -1,8 +1,9 @@
-"""Tiny models, each made once in a module."""
+"""Tiny models, and the parity table, each made once in a module."""
 
 import pytest
 
 from tests.engine import tiny
+from tests.engine.parity import Table
 
 
 @pytest.fixture(scope="module")
@@ -17,3 +18,8 @@ def folder(tmp_path_factory):
         return made[key]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return Table()

@@ -17,13 +17,12 @@ from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
-from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
 from mrl.mcore_models import decode_graphs, decoder
 from mrl.ops import kv_cache
 from tests.engine import tiny
-from tests.engine.contract import loss_fn, train
+from tests.engine.contract import make_engine, train
 from tests.engine.test_sampling import to_int64, transformers_logits
 
 SAMPLINGS = [
@@ -52,12 +51,6 @@ def sampled_requests(samples: int = 4) -> list[GenerateRequest]:
         for p, prompt in enumerate(prompts)
         for s in range(samples)
     ]
-
-
-def make_engine(config: RoleConfig):
-    engine = build_engine(config)
-    engine.init_model()
-    return engine
 
 
 def hugging_face(folder: str, requests: list[GenerateRequest]) -> list[tuple[list[int], bool]]:
@@ -112,7 +105,6 @@ def the_weights_of_now_generate(config: RoleConfig) -> None:
     requests, norms = sampled_requests(), []
     for generates in (True, False):
         engine = make_engine(config)
-        engine.set_loss_fn(loss_fn)
         seen = []
         for _ in range(2):
             norms += [(norm, lr) for _, norm, lr, _ in train(engine, 1)]
@@ -123,6 +115,13 @@ def the_weights_of_now_generate(config: RoleConfig) -> None:
     assert norms[:2] == norms[2:]
 
 
+def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
+    """The same tokens, and log-probs within rounding."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+
+
 def same_in_any_company(config: RoleConfig) -> None:
     """A request alone, shuffled requests, little cache, prompts in small pieces, few logits that top_p looks at first: the
     same tokens, in the requests' order."""
@@ -131,10 +130,7 @@ def same_in_any_company(config: RoleConfig) -> None:
     together = engine.generate(requests)
 
     def same(completions: list[Completion], indices: list[int]) -> None:
-        for completion, i in zip(completions, indices, strict=True):
-            assert (completion.tokens, completion.finished) == (together[i].tokens, together[i].finished)
-            difference = torch.tensor(completion.log_probs) - torch.tensor(together[i].log_probs)
-            assert difference.abs().max() < 1e-5
+        assert_alike(completions, [together[i] for i in indices])
 
     everything = list(range(len(requests)))
     shuffled = random.Random(0).sample(everything, len(everything))
@@ -161,17 +157,13 @@ def the_cache_is_bounded(config: RoleConfig) -> None:
         original(self, rows, length)
         made.append(self)
 
-    kv_cache.KVCache.__init__ = remember
-    try:
+    with mock.patch.object(kv_cache.KVCache, "__init__", remember):
         for count in (1, 10):
             engine.generate(sampled_requests() * count, cache_tokens=100)
-        generation.FIRST_NEW_TOKENS, first = 2, generation.FIRST_NEW_TOKENS
         requests = [dataclasses.replace(r, max_new_tokens=20) for r in sampled_requests()]
-        grown = engine.generate(requests, cache_tokens=100)
+        with mock.patch.object(generation, "FIRST_NEW_TOKENS", 2):
+            grown = engine.generate(requests, cache_tokens=100)
         assert made[-1].length > 15, "rows have become longer"
-    finally:
-        kv_cache.KVCache.__init__ = original
-        generation.FIRST_NEW_TOKENS = first
     assert [c.tokens for c in grown] == [c.tokens for c in engine.generate(requests)]
     for cache in made:
         for keys, values in cache.layers.values():
@@ -198,22 +190,18 @@ def own_attention_in_place_of_another(config: RoleConfig) -> None:
 
 def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
     """Completions by way of megatron's own forward are those of the shorter way over the same weights."""
-    from mrl.mcore_models import decoder
-
     engine = make_engine(config)
     requests = sampled_requests()
     shorter = engine.generate(requests)
-    made, original = [], decoder.Decoder.__init__
-    fits, decoder.supports_chunk = decoder.supports_chunk, lambda model: False
-    decoder.Decoder.__init__ = lambda self, model: made.append(model)
-    try:
+    assert all(decoder.supports_chunk(model) for model in engine.model.chunks)
+    made: list[object] = []
+    with (
+        mock.patch.object(decoder, "supports_chunk", lambda model: False),
+        mock.patch.object(decoder.Decoder, "__init__", lambda self, model: made.append(model)),
+    ):
         longer = engine.generate(requests)
-    finally:
-        decoder.supports_chunk, decoder.Decoder.__init__ = fits, original
-    assert not made and all(fits(model) for model in engine.model.chunks)
-    for one, other in zip(shorter, longer, strict=True):
-        assert (one.tokens, one.finished) == (other.tokens, other.finished)
-        assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+    assert not made
+    assert_alike(longer, shorter)
 
 
 def fixed_shapes_give_the_same(config: RoleConfig) -> None:
@@ -251,17 +239,12 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
         torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
         return found[0]
 
-    decode_graphs.DecodeGraphs.__call__ = poisoned
-    try:
+    with mock.patch.object(decode_graphs.DecodeGraphs, "__call__", poisoned):
         found = engine.generate(requests, cuda_graphs=True)
         assert any(rows > count for count, rows in calls), "no step was widened"
         tight = engine.generate(requests, cuda_graphs=True, cache_tokens=45, prefill_tokens=3)
-    finally:
-        decode_graphs.DecodeGraphs.__call__ = original
-    for completions in (found, tight):
-        for one, other in zip(completions, expected, strict=True):
-            assert (one.tokens, one.finished) == (other.tokens, other.finished)
-            assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+    assert_alike(found, expected)
+    assert_alike(tight, expected)
 
 
 def experts_on_ranks_have_no_fixed_shapes(config: RoleConfig) -> None:
@@ -377,13 +360,3 @@ def company_changes_bits(config: RoleConfig) -> bool:
     engine, requests = make_engine(config), sampled_requests()
     together = engine.generate(requests)
     return any(engine.generate([request]) != [found] for request, found in zip(requests, together, strict=True))
-
-
-def many_prompts_in_little_cache(config: RoleConfig) -> None:
-    """Requests beyond the cache's room wait for it, and come back in their order."""
-    engine = make_engine(config)
-    requests = [GenerateRequest([5 + i, 9, 2 + i][: 1 + i % 3], 2 + i) for i in range(7)]
-    together = engine.generate(requests)
-    alone = engine.generate(requests, cache_tokens=16)
-    assert [c.tokens for c in alone] == [c.tokens for c in together]
-    assert [len(c.tokens) for c in alone] == [2 + i for i in range(7)]

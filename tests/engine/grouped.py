@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from mrl.config.schema import MoEConfig, RoleConfig
 from mrl.mcore_models import grouped
@@ -25,25 +26,19 @@ def counted() -> Iterator[list[int]]:
         count[0] += 1
         return product(*args)
 
-    grouped.grouped_product = counting
-    try:
+    with mock.patch.object(grouped, "grouped_product", counting):
         yield count
-    finally:
-        grouped.grouped_product = product
 
 
 def measure(te: bool, **arguments: Any) -> parity.Outcome | None:
     """`parity.measure` with the key, of modules of the local spec or of those like transformer-engine's."""
     config_of = parity.config_of
-    parity.config_of = lambda *given: with_key(config_of(*given))
-    try:
-        with counted() as count:
-            outcome = te_like.measure(**arguments) if te else parity.measure(**arguments)
-        expected = te or not arguments["row"].lora  # local experts with adapters are multiplied one by one
-        assert bool(count[0]) == expected, f"{count[0]} products were grouped"
-        return outcome
-    finally:
-        parity.config_of = config_of
+    keyed = mock.patch.object(parity, "config_of", lambda *given: with_key(config_of(*given)))
+    with keyed, counted() as count:
+        outcome = te_like.measure(**arguments) if te else parity.measure(**arguments)
+    expected = te or not arguments["row"].lora  # local experts with adapters are multiplied one by one
+    assert bool(count[0]) == expected, f"{count[0]} products were grouped"
+    return outcome
 
 
 def overlapped(config: RoleConfig) -> dict[str, float]:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.base import PLAIN_CTX, BaseEngine
+from mrl.engine.base import BaseEngine
 from mrl.engine.megatron.optim import optimizers_of
 from mrl.engine.torch_dist.reader import TorchDistReader
-from tests.engine import tiny
-from tests.engine.lora import make_engine
+from tests.engine.contract import make_engine, train
 
 KEYS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 STEPS = 3
@@ -25,9 +24,7 @@ def compare(config: RoleConfig, out: str) -> dict[str, Any]:
     rounded = dataclasses.replace(config, engine=dataclasses.replace(config.engine, megatron=KEYS))
     plain, first = make_engine(config), make_engine(rounded)
     start = {name: value.clone() for name, value in first.hf_weights()}
-    for seed in range(STEPS):
-        _update(plain, seed)
-        _update(first, seed)
+    train(plain, STEPS), train(first, STEPS)
     far = _far(start, plain, first)
     first.save_checkpoint(out, global_step=STEPS)
     state = first.trained_state()
@@ -36,7 +33,7 @@ def compare(config: RoleConfig, out: str) -> dict[str, Any]:
     given.set_trained_state(state)
     given.schedule_step = first.schedule_step
     for engine in (first, resumed, given):
-        _update(engine, STEPS)
+        train(engine, 1, first=STEPS)
     weights = dict(first.hf_weights())
     same = [
         all(torch.equal(weights[name], value) for name, value in engine.hf_weights()) for engine in (resumed, given)
@@ -50,14 +47,6 @@ def compare(config: RoleConfig, out: str) -> dict[str, Any]:
         "masters": {str(stored[key].dtype) for key in stored if key.startswith("optimizer.master")},
         "same": same, "far": far,
     }  # fmt: skip
-
-
-def _update(engine: BaseEngine, seed: int) -> None:
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_step(engine.shard_data(tiny.uneven_batch(seed)), PLAIN_CTX | {"last": True})
-    engine.optimizer_step()
-    engine.lr_scheduler_step()
 
 
 def _far(start: dict[str, torch.Tensor], plain: BaseEngine, rounded: BaseEngine) -> float:
@@ -76,9 +65,7 @@ def on_host(config: RoleConfig, out: str) -> dict[str, bool]:
         config, engine=dataclasses.replace(config.engine, megatron={"optimizer_cpu_offload": True})
     )
     plain, host = make_engine(config), make_engine(there)
-    for seed in range(STEPS):
-        _update(plain, seed)
-        _update(host, seed)
+    train(plain, STEPS), train(host, STEPS)
     updates = _same(plain, host)
     host.save_checkpoint(out, global_step=STEPS)
     state = host.trained_state()
@@ -88,14 +75,14 @@ def on_host(config: RoleConfig, out: str) -> dict[str, bool]:
     given.set_trained_state(state)
     given.schedule_step = host.schedule_step
     for engine in (plain, resumed, back, given):
-        _update(engine, STEPS)
+        train(engine, 1, first=STEPS)
     found = {
         "updates": updates, "resumed": _same(plain, resumed), "on the device": _same(plain, back),
         "given": _same(plain, given),
     }  # fmt: skip
     for engine in (plain, given):  # masters follow
         engine.load_hf(config.model.path)
-        _update(engine, STEPS)
+        train(engine, 1, first=STEPS)
     return found | {"reloaded": _same(plain, given)}
 
 

@@ -84,7 +84,7 @@ def reference(
             further = further + _sum(output, hidden, labels[depth:], mask[depth:]) / layers
     tokens_of_batch = batch.denominators["tokens"]
     ((loss + weight * further) / tokens_of_batch).backward()
-    gradients = {name: p.grad for name, p in _in_files(model).items()}
+    gradients = _unstacked({name: p.grad for name, p in model.named_parameters()})
     for head in heads:
         gradients |= head.gradients()
     return loss.item() / tokens_of_batch, further.item() / tokens_of_batch, gradients
@@ -162,23 +162,6 @@ def _unstacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             )
             found |= {f"{place}.{e}.{part}.weight": t for part, t in zip(*parts, strict=True)}
     return found
-
-
-def _in_files(model: Any) -> dict[str, Any]:
-    """The model's parameters, whose gradient is asked for, by the names of files."""
-
-    class _Grad:
-        def __init__(self, grad: Tensor) -> None:
-            self.grad = grad
-
-    grads: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        layer, _, rest = name.partition(".mlp.")
-        if ".experts." in name:
-            grads |= {f"{layer}.{n}": t for n, t in _unstacked({"mlp." + rest: parameter.grad}).items()}
-        else:
-            grads[name] = parameter.grad
-    return {name: _Grad(grad) for name, grad in grads.items()}
 
 
 def resumes(config: RoleConfig, out: str, parallel: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -57,23 +57,3 @@ def keeps(config: RoleConfig, path: str) -> dict[str, bool]:
     contract.save_after(adamw, f"{path}/adamw")
     contract.refuses_checkpoint(config, f"{path}/adamw", "momentum")
     return {"trained state": went_on}
-
-
-def saved_here(config: RoleConfig, path: str) -> None:
-    """Two steps, and a checkpoint; then another, whose weights are kept beside it."""
-    engine = contract.make_engine(config)
-    contract.train(engine, 2)
-    engine.save_checkpoint(path, global_step=2)
-    contract.train(engine, 1, first=2)
-    weights = dict(engine.hf_weights())
-    if engine.is_main:
-        torch.save(weights, f"{path}/after.pt")
-
-
-def resumed_there(config: RoleConfig, path: str) -> float:
-    """In another layout: how far the weights after one more step are, the worst tensor's."""
-    engine = contract.make_engine(config)
-    engine.load_checkpoint(path)
-    contract.train(engine, 1, first=2)
-    expected = torch.load(f"{path}/after.pt", weights_only=True)
-    return max([tiny.relative_l2(value, expected[name]) for name, value in engine.hf_weights()], default=0.0)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -101,8 +102,5 @@ def _watched() -> Iterator[dict[str, int]]:
         begun["gathered"] += not force_sync and self.ddp_config.overlap_param_gather
         return gather(self, *args, force_sync=force_sync)
 
-    Group.start_grad_sync, Group.start_param_sync = start_grad_sync, start_param_sync
-    try:
+    with mock.patch.multiple(Group, start_grad_sync=start_grad_sync, start_param_sync=start_param_sync):
         yield begun
-    finally:
-        Group.start_grad_sync, Group.start_param_sync = reduce, gather

@@ -373,3 +373,8 @@ EXTERNAL_ROWS = tuple(
     )
 )
 """An engine of another package: that of tests/engine/external, or the one that tests.engine.suite is asked to test."""
+
+ALL = (
+    *ROWS, *NIGHTLY_ROWS, *FSDP_ROWS, *FSDP_NIGHTLY_ROWS, *LORA_ROWS, *FSDP_LORA_ROWS, *FSDP_NIGHTLY_LORA_ROWS,
+    *NIGHTLY_LORA_ROWS, *EXTERNAL_ROWS,
+)  # fmt: skip

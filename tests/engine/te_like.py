@@ -18,6 +18,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ from mrl.engine.megatron import model as engine_model
 from mrl.mcore_models import elementwise, layer_spec, layers
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
-from tests.engine import contract, generation, parity, tiny
+from tests.engine import contract, generation, parity
 from tests.engine.lora import make_engine
 from tests.resume.runs import sharded_tensors
 
@@ -186,19 +187,19 @@ def _layer(config: Any, experts: int | None) -> ModuleSpec:
 @contextlib.contextmanager
 def te_like() -> Iterator[None]:
     """Inside, engines are built of these modules where their config has `engine.layer_spec: te`."""
-    outside = layers.block_spec, engine_model.layer_spec.choose
+    outside = layers.block_spec
 
     def block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
-        return (_block_spec if config.layer_spec == "te" else outside[0])(config, numbers)
+        return (_block_spec if config.layer_spec == "te" else outside)(config, numbers)
 
     def choose(wanted: str, *_: Any, **__: Any) -> layer_spec.LayerSpec:
         return layer_spec.LayerSpec("te" if wanted == "te" else "local", "as the test has it")
 
-    layers.block_spec, engine_model.layer_spec.choose = block_spec, choose
-    try:
+    with (
+        mock.patch.object(layers, "block_spec", block_spec),
+        mock.patch.object(engine_model.layer_spec, "choose", choose),
+    ):
         yield
-    finally:
-        layers.block_spec, engine_model.layer_spec.choose = outside
 
 
 # -- in a world of processes -------------------------------------------------------------------------------------------
@@ -212,15 +213,11 @@ def measure(**arguments: Any) -> parity.Outcome | None:
         role = config_of(*given)
         return dataclasses.replace(role, engine=dataclasses.replace(role.engine, layer_spec="te"))
 
-    parity.config_of = with_te
-    try:
-        with te_like():
-            before = NormAndColumn.made, Grouped.made
-            outcome = parity.measure(**arguments)
-            assert (NormAndColumn.made, Grouped.made) != before, "the model is of other modules"
-            return outcome
-    finally:
-        parity.config_of = config_of
+    with mock.patch.object(parity, "config_of", with_te), te_like():
+        before = NormAndColumn.made, Grouped.made
+        outcome = parity.measure(**arguments)
+        assert (NormAndColumn.made, Grouped.made) != before, "the model is of other modules"
+        return outcome
 
 
 def generates(config: RoleConfig, expected: list[tuple[list[int], bool]]) -> None:
@@ -239,14 +236,6 @@ def goes_on_under_the_other(
 ) -> None:
     """What the one spec saves, the other reads and saves again: not a bit of weights, masters, moments and adapters
     changes, and no name. Their next step is the same within fp32's sums in another order."""
-    batch = tiny.uneven_batch()
-
-    def step(engine: BaseEngine) -> float:
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            loss = engine.forward_backward_step(engine.shard_data(batch))[1]
-        engine.optimizer_step(), engine.lr_scheduler_step()
-        return loss
 
     def weights(engine: BaseEngine) -> dict[str, Tensor]:
         return dict(engine.hf_weights() if adapter is None else engine.adapter_weights())
@@ -254,13 +243,13 @@ def goes_on_under_the_other(
     with te_like():
         one, other = make_engine(first, adapter), make_engine(second, adapter)
         assert {one.model.spec, other.model.spec} == {"te", "local"}
-        step(one), step(one)
+        contract.train(one, 2)
         for engine, path in ((one, f"{folder}/one"), (other, f"{folder}/other")):
             if engine is other:
                 assert engine.load_state(f"{folder}/one") == {"n": 1}
             collective.on_main(lambda path=path: os.makedirs(path))
             engine.save_state(path, {"n": 1})
-        losses = [step(one), step(other)]
+        losses = [contract.train(engine, 1, first=2)[0][0] for engine in (one, other)]
         after = [weights(one), weights(other)]
     if not one.is_main:
         return

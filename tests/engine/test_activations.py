@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -18,7 +17,7 @@ from mrl.mcore_models.build import transformer_config
 from mrl.parallel import ParallelDims
 from mrl.weights.hf_config import read_hf_config
 from tests.engine import mtp, tiny
-from tests.engine.contract import gradients, make_engine
+from tests.engine.contract import everyone, gradients, make_engine
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but
 
@@ -44,11 +43,10 @@ def _compare(config: RoleConfig, recompute: str) -> dict[str, Any]:
         found.append((loss, ctx["metrics"], float(norm), grads, weights))
     assert watched is not None
     (*plain, of_plain, before), (*numbers, of_offload, after) = found
-    differ = [of_plain, before], [of_offload, after]
-    names = [name for a, b in zip(*differ, strict=True) for name in a if not torch.equal(a[name], b[name])]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, names + [f"{plain} {numbers}"] * (plain != numbers))
-    return {"differ": everyone, "left": watched.on_host, "most": watched.most, "alive": alive}
+    pairs = (of_plain, of_offload), (before, after)
+    names = [name for a, b in pairs for name in a if not torch.equal(a[name], b[name])]
+    differ = everyone(names + [f"{plain} {numbers}"] * (plain != numbers))
+    return {"differ": differ, "left": watched.on_host, "most": watched.most, "alive": alive}
 
 
 def _alive(engine: Any, offload: ActivationOffload) -> list[list[bool]]:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -74,44 +73,29 @@ def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path):
     assert names(tmp_path) == ["latest", "step_00000004"]
 
 
-def missing(path):
-    os.remove(path + "/model/shard0")
-
-
-def longer(path):
-    with open(path + "/model/shard0", "ab") as out:
-        out.write(b"x")
-
-
-def truncated(path):
-    os.truncate(path + "/model/shard1", 3)
-
-
-def changed(path):
-    with open(path + "/model/shard0", "wb") as out:
-        out.write(b"WEIGHTS")
-
-
-def no_marker(path):
-    os.remove(f"{path}/{MARKER}")
-
-
 def write_marker(path, content):
-    with open(f"{path}/{MARKER}", "w") as out:
-        out.write(content)
+    pathlib.Path(path, MARKER).write_text(content)
 
 
 def edit_marker(path, **fields):
-    with open(f"{path}/{MARKER}") as source:
-        write_marker(path, json.dumps({**json.load(source), **fields}))
+    write_marker(path, json.dumps({**json.loads(pathlib.Path(path, MARKER).read_text()), **fields}))
 
 
 DAMAGES = {
-    "missing file": (missing, "damaged: model/shard0 is missing"),
-    "longer file": (longer, "damaged: model/shard0 has 8 bytes and was saved with 7"),
-    "truncated file": (truncated, "damaged: model/shard1 has 3 bytes and was saved with 14"),
-    "changed content": (changed, "damaged: the content of model/shard0 has changed"),
-    "no marker": (no_marker, "not a whole checkpoint of mrl: it has no COMPLETE file"),
+    "missing file": (lambda p: os.remove(f"{p}/model/shard0"), "damaged: model/shard0 is missing"),
+    "longer file": (
+        lambda p: pathlib.Path(p, "model/shard0").write_bytes(b"weights!"),
+        "damaged: model/shard0 has 8 bytes and was saved with 7",
+    ),
+    "truncated file": (
+        lambda p: os.truncate(f"{p}/model/shard1", 3),
+        "damaged: model/shard1 has 3 bytes and was saved with 14",
+    ),
+    "changed content": (
+        lambda p: pathlib.Path(p, "model/shard0").write_bytes(b"WEIGHTS"),
+        "damaged: the content of model/shard0 has changed",
+    ),
+    "no marker": (lambda p: os.remove(f"{p}/{MARKER}"), "not a whole checkpoint of mrl: it has no COMPLETE file"),
     "empty marker": (lambda p: write_marker(p, ""), "damaged or foreign: COMPLETE cannot be read"),
     "truncated marker": (lambda p: os.truncate(f"{p}/{MARKER}", 40), "damaged or foreign: COMPLETE cannot be read"),
     "binary marker": (lambda p: pathlib.Path(p, MARKER).write_bytes(b"\xff\xfe\x00"), "COMPLETE cannot be read"),
@@ -242,65 +226,53 @@ class Operations:
         return call
 
 
-def test_killed_at_every_file_operation(tmp_path):
-    """Two whole checkpoints, a third save with keep=2 is killed at operation n: what is found is always whole, and
-    never older than the newest before the kill. The save after that works and tidies."""
+def killed_at_every_operation(folder, prepare, act):
+    """Yields the root of `prepare` after `act` on it was killed at its first operation, at its second, ..., and at none."""
     finished, at = False, 0
     while not finished:
-        root = tmp_path / str(at)
-        save(root, 1), save(root, 2)
+        root = folder / str(at)
+        prepare(root)
         with pytest.MonkeyPatch.context() as monkeypatch:
             Operations(monkeypatch, at)
             try:
-                save(root, 3, keep=2)
+                act(root)
                 finished = True
             except Killed:
                 pass
-        found = find_checkpoint(str(root))
-        assert validate(found).step in (2, 3), f"killed at operation {at}"
+        yield root
+        at += 1
+
+
+def test_killed_at_every_file_operation(tmp_path):
+    """Two whole checkpoints, a third save with keep=2 is killed at operation n: what is found is always whole, and
+    never older than the newest before the kill. The save after that works and tidies."""
+
+    def prepare(root):
+        save(root, 1), save(root, 2)
+
+    roots = list(killed_at_every_operation(tmp_path, prepare, lambda root: save(root, 3, keep=2)))
+    assert len(roots) > 20
+    for root in roots:
+        assert validate(find_checkpoint(str(root))).step in (2, 3), f"killed at operation {root.name}"
         after = save(root, 4, keep=2)
         assert find_checkpoint(str(root)) == after
-        assert [n for n in names(root) if n.startswith(".")] == []
-        assert len(names(root)) == 3
-        shutil.rmtree(root)
-        at += 1
-    assert at > 20
+        assert len(names(root)) == 3 and not [n for n in names(root) if n.startswith(".")]
 
 
 def test_killed_while_one_is_deleted(tmp_path):
     """Whole or not there under its name: half of it would be refused by the next start."""
-    finished, at = False, 0
-    while not finished:
-        root = tmp_path / str(at)
-        path = save(root, 1)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            Operations(monkeypatch, at)
-            try:
-                atomic_checkpoint.delete(path)
-                finished = True
-            except Killed:
-                pass
-        assert atomic_checkpoint.damage(str(root)) == [], f"killed at operation {at}"
-        at += 1
-    assert at > 3 and names(root) == ["latest"]
+    delete = lambda root: atomic_checkpoint.delete(str(root / "step_00000001"))  # noqa: E731
+    roots = list(killed_at_every_operation(tmp_path, lambda root: save(root, 1), delete))
+    assert len(roots) > 3 and names(roots[-1]) == ["latest"]
+    for root in roots:
+        assert atomic_checkpoint.damage(str(root)) == [], f"killed at operation {root.name}"
 
 
 def test_killed_while_a_step_is_replaced(tmp_path):
     """The only checkpoint is saved again under the same step: no moment is without a whole one."""
-    finished, at = False, 0
-    while not finished:
-        root = tmp_path / str(at)
-        save(root, 1, content=b"old")
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            Operations(monkeypatch, at)
-            try:
-                save(root, 1, content=b"new!", keep=1)
-                finished = True
-            except Killed:
-                pass
-        found = find_checkpoint(str(root))
-        assert found is not None and validate(found).step == 1, f"killed at operation {at}"
-        at += 1
+    again = lambda root: save(root, 1, content=b"new!", keep=1)  # noqa: E731
+    for root in killed_at_every_operation(tmp_path, lambda root: save(root, 1, content=b"old"), again):
+        assert validate(find_checkpoint(str(root))).step == 1, f"killed at operation {root.name}"
 
 
 @pytest.mark.parametrize("delay_ms", slow_but([7], [1, 7, 20]))

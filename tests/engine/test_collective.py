@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mrl.batch import make_batch
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import denominator_of
+from tests.engine.contract import everyone
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but
 
@@ -77,10 +78,7 @@ def test_every_group_waits_for_what_one_process_does_alone_and_none_polls_on_its
 def on_main_of_a_gpu_engine():
     """What every rank gets; the device would need another backend than these ranks have."""
     engine = SimpleNamespace(is_main=dist.get_rank() == 0, device=torch.device("cuda", 0))
-    got = BaseEngine.on_main(engine, lambda: f"from rank {dist.get_rank()}")
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, got)
-    return everyone
+    return everyone(BaseEngine.on_main(engine, lambda: f"from rank {dist.get_rank()}"))
 
 
 def test_what_the_main_process_found_travels_over_the_host():

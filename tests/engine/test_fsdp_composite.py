@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from mrl.config.schema import LoraConfig
 from mrl.errors import ModelError
 from tests.engine import tiny, tiny_composite
-from tests.engine.contract import make_engine
+from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case
 
 PACKED = ("llama4", "mllama", "emu3")
@@ -36,11 +36,7 @@ def tensors_of(folder: str | pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def trained(engine):
-    batch = engine.shard_data(tiny.uneven_batch())
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_step(batch)
-    engine.optimizer_step()
+    train(engine, 1)
     return engine
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.engine.parity import Table
 from tests.engine.parity_rows import (
     EXTERNAL_ROWS,
     FSDP_LORA_ROWS,
@@ -14,22 +13,10 @@ from tests.engine.parity_rows import (
 )
 from tests.tiers import in_tiers
 
-
-@pytest.fixture(scope="module")
-def table():
-    return Table()
-
-
-NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in (*FSDP_NIGHTLY_ROWS, *FSDP_NIGHTLY_LORA_ROWS)]
-
-
 ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
+ALL = [*ROWS, *FSDP_NIGHTLY_ROWS, *FSDP_NIGHTLY_LORA_ROWS]
 
 
-@pytest.mark.parametrize(
-    "row", [*in_tiers(first_rows(ROWS)[::3], first_rows(ROWS) + next_rows(ROWS), ROWS), *NIGHTLY], ids=str
-)
+@pytest.mark.parametrize("row", in_tiers(first_rows(ROWS)[::3], first_rows(ROWS) + next_rows(ROWS), ALL), ids=str)
 def test_equal_to_hugging_face(table, row):
-    ((_, outcome),) = table.run([row])
-    assert not isinstance(outcome, str), outcome
-    assert not outcome.problems, outcome.problems
+    table.check(row)

@@ -16,7 +16,7 @@ from mrl.parallel import ParallelDims
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import EXTERNAL, available
-from tests.tiers import in_tiers
+from tests.tiers import in_tiers, slow_but
 
 # name -> (world size, backend, degrees, family, layers)
 LAYOUTS = {
@@ -99,14 +99,10 @@ def test_samples_as_hugging_face(model, layout):
     run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    in_tiers(
-        ["fsdp dp2", "megatron pp2"],
-        ["megatron ep2", "external dp2"],
-        ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2", "external dp2"],
-    ),
-)
+COMPANY = ["fsdp dp2", "megatron pp2", "megatron ep2", "external dp2", "megatron mistral", "megatron tp2"]
+
+
+@pytest.mark.parametrize("layout", in_tiers(COMPANY[:2], COMPANY[2:4], COMPANY))
 def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
@@ -122,41 +118,27 @@ def test_the_weights_of_now_generate(model, layout):
     run(layout, "the_weights_of_now_generate", model, optimizer=tiny.OPTIMIZER)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "megatron",
-        "megatron mistral",
-        "megatron qwen2_moe",
-        pytest.param("megatron tp2", marks=pytest.mark.slow),
-        "megatron tied pp2",
-        "megatron ep2",
-        "megatron pp2 vpp2",
-        "megatron deepseek_v3 tp2",
-        pytest.param("megatron deepseek_v3 pp2", marks=pytest.mark.slow),
-        pytest.param("megatron experts tp2", marks=pytest.mark.slow),
-        "megatron gpt_oss tp2",
-        pytest.param("megatron glm4_moe ep2", marks=pytest.mark.slow),
-        pytest.param("megatron olmoe tp2", marks=pytest.mark.slow),
-    ],
-)
+TWO_WAYS = [
+    "megatron", "megatron mistral", "megatron qwen2_moe", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2",
+    "megatron deepseek_v3 tp2", "megatron gpt_oss tp2", "megatron tp2", "megatron deepseek_v3 pp2", "megatron experts tp2",
+    "megatron glm4_moe ep2", "megatron olmoe tp2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", slow_but(TWO_WAYS[:8], TWO_WAYS))
 def test_gpt_model_itself_gives_the_same(model, layout):
     """The megatron engine alone has two ways through a model."""
     run(layout, "gpt_model_itself_gives_the_same", model)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    in_tiers(
-        ["megatron qwen2_moe", "megatron pp2"],
-        ["megatron mistral", "megatron tied tp2", "megatron pp2 vpp2", "megatron deepseek_v3 tp2", "megatron gpt_oss tp2"],
-        [
-            "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
-            "megatron deepseek_v3 pp2", "megatron deepseek_v3 tp2", "megatron experts tp2 ep2",
-            "megatron gpt_oss tp2", "megatron olmoe tp2",
-        ],
-    ),
-)  # fmt: skip
+FIXED = [
+    "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
+    "megatron deepseek_v3 tp2", "megatron gpt_oss tp2", "megatron deepseek_v3 pp2", "megatron experts tp2 ep2",
+    "megatron olmoe tp2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", in_tiers(FIXED[:2], FIXED[2:7], FIXED))
 def test_fixed_shapes_give_the_same(model, layout):
     run(layout, "fixed_shapes_give_the_same", model)
 
@@ -165,15 +147,13 @@ def test_experts_on_ranks_have_no_fixed_shapes(model):
     run("megatron ep2", "experts_on_ranks_have_no_fixed_shapes", model)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    in_tiers(
-        ["megatron"],
-        ["megatron pp2", "megatron cp2", "megatron gpt_oss", "megatron qwen2_moe"],
-        ["megatron", "megatron experts tp2", "megatron pp2", "megatron dp2", "megatron tp4", "megatron cp2",
-         "megatron deepseek_v3 tp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron mistral"],
-    ),
-)  # fmt: skip
+INVARIANT = [
+    "megatron", "megatron pp2", "megatron cp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron experts tp2",
+    "megatron dp2", "megatron tp4", "megatron deepseek_v3 tp2", "megatron mistral",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[1:5], INVARIANT))
 def test_company_changes_no_bit(model, layout):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
     config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None, size=1)
@@ -213,8 +193,3 @@ def test_graphs_on_all_tensor_parallel_ranks_or_none(model, refuses):
 def test_own_attention_in_place_of_another(model):
     """Only the megatron engine's layers may hold an attention that knows nothing of the cache."""
     run("megatron tp2 pp2", "own_attention_in_place_of_another", model)
-
-
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2 pp2", "external dp2"])
-def test_many_prompts_in_little_cache(model, layout):
-    run(layout, "many_prompts_in_little_cache", model)

@@ -194,18 +194,6 @@ def test_samples_of_a_prompt_share_its_prefill():
     assert [len(step.new) for step in steps] == [1, 8, 8, 8, 7]
 
 
-def test_stop_at_sees_the_new_tokens():
-    seen = []
-
-    def stop_at(new):
-        seen.append(list(new))
-        return len(new) == 3
-
-    done, _ = complete([GenerateRequest([4, 5], 9, stop_at=stop_at)], cache_tokens=20, prefill_tokens=9)
-    assert done[0].finished and len(done[0].tokens) == 3
-    assert seen == [done[0].tokens[:n] for n in (1, 2, 3)]
-
-
 def test_rows_grow_and_the_shortest_wait(monkeypatch):
     """Room for four short rows, then for two, then for one. Three of the prompts end early, the others go to their limit."""
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", 4)

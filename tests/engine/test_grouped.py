@@ -34,11 +34,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def table():
-    return Table()
-
-
 @pytest.mark.parametrize(("te", "row"), in_tiers(ROWS[:1], [*ROWS[1:4], ROWS[5]], ROWS), ids=str)
 def test_row(table: Table, te: bool, row: Row):
     given = {

@@ -20,40 +20,36 @@ def after_step(weight, gradient, *, new=None, lr=LR, **watched):
     return [str(p) for p in guards.problems(found, [("w", torch.tensor(weight if new is None else new))])]
 
 
-def test_a_step_that_did_what_it_should():
-    assert after_step([1.0, 2.0], [0.1, 0.0], new=[0.999, 2.0]) == []
+STILL, ZERO, NONE = (
+    "w: it has a gradient but the step did not change it",
+    "w: its gradient is zero",
+    "w: it has no gradient",
+)
 
 
-def test_trap_24_a_parameter_that_did_not_change_is_named():
-    assert after_step([1.0, 2.0], [0.1, -0.1]) == ["w: it has a gradient but the step did not change it"]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite(value):
-    assert after_step([1.0, 2.0], [0.1, value]) == ["w: its gradient is not finite"]
-
-
-def test_no_gradient_and_a_zero_one():
-    assert after_step([1.0], None) == ["w: it has no gradient"]
-    assert after_step([1.0], [0.0]) == ["w: its gradient is zero"]
-
-
-def test_an_expert_without_tokens_may_stay_but_one_with_tokens_may_not():
-    assert after_step([1.0], [0.0], may_be_idle=True) == []
-    assert after_step([1.0], [0.1], may_be_idle=True) == ["w: it has a gradient but the step did not change it"]
-
-
-def test_an_adapter_waits_for_b_but_not_where_it_may_be_idle():
-    """A of a tower that never sees an image waits for a B that never moves: guards would never end."""
-    assert after_step([1.0], [0.0], waits=True) == ["w: its gradient is zero as long as B of its adapter is"]
-    assert after_step([1.0], [0.0], waits=True, may_be_idle=True) == []
-    assert after_step([1.0], None, waits=True, may_be_idle=True) == ["w: it has no gradient"]
-
-
-def test_an_update_below_the_rounding_of_the_weight_need_not_show():
-    """The first step of a warm-up over 1000 steps to 1e-5: 1e-8 of a norm weight of 1 is nothing in fp32."""
-    assert after_step([1.0], [0.1], lr=1e-8) == []
-    assert after_step([1.0, 1e-4], [0.1, 0.1], lr=1e-8) == ["w: it has a gradient but the step did not change it"]
+@pytest.mark.parametrize(
+    ("weight", "gradient", "options", "says"),
+    [
+        ([1.0, 2.0], [0.1, 0.0], {"new": [0.999, 2.0]}, []),
+        ([1.0, 2.0], [0.1, -0.1], {}, [STILL]),  # trap 24
+        ([1.0, 2.0], [0.1, float("nan")], {}, ["w: its gradient is not finite"]),
+        ([1.0, 2.0], [0.1, float("inf")], {}, ["w: its gradient is not finite"]),
+        ([1.0], None, {}, [NONE]),
+        ([1.0], [0.0], {}, [ZERO]),
+        # an expert without tokens may stay, but one with tokens may not
+        ([1.0], [0.0], {"may_be_idle": True}, []),
+        ([1.0], [0.1], {"may_be_idle": True}, [STILL]),
+        # A of a tower that never sees an image waits for a B that never moves: guards would never end
+        ([1.0], [0.0], {"waits": True}, ["w: its gradient is zero as long as B of its adapter is"]),
+        ([1.0], [0.0], {"waits": True, "may_be_idle": True}, []),
+        ([1.0], None, {"waits": True, "may_be_idle": True}, [NONE]),
+        # the first step of a warm-up over 1000 steps to 1e-5: 1e-8 of a norm weight of 1 is nothing in fp32
+        ([1.0], [0.1], {"lr": 1e-8}, []),
+        ([1.0, 1e-4], [0.1, 0.1], {"lr": 1e-8}, [STILL]),
+    ],
+)
+def test_what_is_said_of_a_step(weight, gradient, options, says):
+    assert after_step(weight, gradient, **options) == says
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

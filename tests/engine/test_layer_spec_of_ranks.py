@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mrl.config.schema import RoleConfig
 from mrl.errors import ConfigError
 from tests.engine import tiny
+from tests.engine.contract import everyone
 from tests.engine.harness import run_case
 
 ABSENT = "transformer-engine is not installed"
@@ -40,9 +41,7 @@ def of_ranks(config: RoleConfig, kinds: list[str]) -> list[str]:
             said.append(str(error))
         finally:
             model.layer_spec.choose, model.cp_comm_type = choose, comm
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    return everyone
+    return everyone(said)
 
 
 def test_one_that_chooses_otherwise_is_named_by_all(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
+from mrl.engine.logprobs import PLAIN, LogitRule, VocabShard, log_probs_from_hidden, top_log_probs
 from tests.engine.harness import run_case
 
 T, H, V, K = 13, 8, 29, 3
@@ -23,8 +23,10 @@ def inputs(dtype=torch.float64, columns=V, scale=3.0):
     return hidden.to(dtype), weight.to(dtype), labels
 
 
-def reference(logits, labels, temperature=1.0):
+def reference(logits, labels, temperature=1.0, rule=PLAIN):
     """labels: [T] or [T, K]."""
+    logits = logits * rule.scale
+    logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p.gather(1, labels.view(T, -1)).view(labels.shape), -(log_p.exp() * log_p).sum(1)
 
@@ -46,20 +48,21 @@ def objective(log_probs, entropy):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])  # trap 19
 @pytest.mark.parametrize("keep_logits", [True, False])
 @pytest.mark.parametrize("several", [False, True])
-def test_values_and_gradients_match_log_softmax(several, keep_logits, temperature, chunk):
+@pytest.mark.parametrize("rule", [PLAIN, LogitRule(0.25), LogitRule(1.0, 3.0), LogitRule(4.0, 2.0)], ids=str)
+def test_values_and_gradients_match_log_softmax(rule, several, keep_logits, temperature, chunk):
     hidden, weight, labels = inputs()
     labels = several_labels() if several else labels
     ours = [t.clone().requires_grad_() for t in (hidden, weight)]
     theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
     options = {"shard": VocabShard(V), "temperature": temperature, "entropy": "differentiable", "chunk": chunk}
-    log_probs, entropy = log_probs_from_hidden(*ours, labels, keep_logits=keep_logits, **options)
-    expected, expected_entropy = reference(theirs[0] @ theirs[1].t(), labels, temperature)
-    torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(entropy, expected_entropy)
+    log_probs, entropy = log_probs_from_hidden(*ours, labels, keep_logits=keep_logits, rule=rule, **options)
+    expected, expected_entropy = reference(theirs[0] @ theirs[1].t(), labels, temperature, rule)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-12, atol=1e-12)
     objective(log_probs, entropy).backward()
     objective(expected, expected_entropy).backward()
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", [[], [4], [0, 3, 4, 9, 12], list(range(T))])

@@ -9,51 +9,38 @@ import shutil
 import pytest
 
 from mrl.config.schema import LoraConfig
-from tests.engine import lora as cases
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.engine.parity import Row
+from tests.tiers import slow_but
 
-ATTENTION = LoraConfig(rank=4, alpha=6.0, target_modules=("q_proj", "v_proj", "o_proj"))
 ALL = LoraConfig(rank=4, alpha=6.0)
-STABLE = LoraConfig(rank=4, target_modules=r".*\.(k_proj|down_proj)", exclude_modules=("1.mlp.down_proj",), rslora=True)
-EXPERTS = LoraConfig(rank=2, target_modules=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
 
 
-def run(world, case, folder, lora, timeout_s=180.0, role=None, **kwargs):
+def run(world, case, folder, lora, *, module="lora", role=None, **kwargs):
     config = tiny.role(folder, model={"lora": lora}, **(role or {}))
-    return run_case(world, f"tests.engine.lora:{case}", config=config, timeout_s=timeout_s, **kwargs)
+    return run_case(world, f"tests.engine.{module}:{case}", config=config, **kwargs)
 
 
-PARITY = [
-    ("llama", "lm", ALL, {"packing": True}),
-    ("llama", "lm", ATTENTION, {"packing": False, "size": 2}),
-    ("llama", "lm", STABLE, {"recompute": "full"}),
-    ("llama", "value", ALL, {}),
-    ("qwen3_moe", "lm", ALL, {}),
-    ("qwen2_moe", "lm", EXPERTS, {}),
-    ("deepseek_v3", "lm", ALL, {}),  # a router whose bias is no parameter
-    ("gpt2", "lm", ALL, {}),  # no table, and weights held [inputs, outputs]
+ROWS = [
+    dataclasses.replace(row, backend="fsdp")
+    for row in (
+        Row("llama", tokens=64, lora="all"),
+        Row("llama", "dp2", packing=False, size=2, lora="q v"),
+        Row("llama", "dp2", tokens=64, recompute="full", lora="rslora"),
+        Row("llama value head", "dp2", tokens=64, lora="all"),
+        Row("qwen3_moe", "dp2", tokens=64, lora="all"),
+        Row("qwen2_moe", "dp2", tokens=64, lora="stacks"),
+        Row("deepseek_v3", "dp2", tokens=64, lora="all", why="a router whose bias is no parameter"),
+        Row("gpt2", "dp2", tokens=64, lora="all", why="no table, and weights held [inputs, outputs]"),
+        Row("llama tied", "dp2", tokens=64, lora="all"),
+    )
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "family", "head", "lora", "role"),
-    [
-        pytest.param(world, *row, marks=[pytest.mark.nightly] * (world == 1 and i > 0) + [pytest.mark.slow] * (i % 2))
-        for world in (1, 2)
-        for i, row in enumerate(PARITY)
-    ],
-)
-def test_equal_to_peft(folder, tmp_path, world, family, head, lora, role):
-    model, batch = folder(family, head=head), tiny.uneven_batch()
-    expected = cases.reference(model, lora, batch, str(tmp_path), head)
-    run(world, "equals_peft", model, lora, role=role | {"head": head}, expected=expected, batch=batch)
-
-
-def test_tied_embeddings(folder, tmp_path):
-    model, batch = folder(tied=True), tiny.uneven_batch()
-    expected = cases.reference(model, ALL, batch, str(tmp_path))
-    run(2, "equals_peft", model, ALL, expected=expected, batch=batch)
+@pytest.mark.parametrize("row", slow_but(ROWS[::2], ROWS), ids=str)
+def test_equal_to_peft(table, row):
+    table.check(row)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +60,8 @@ def test_first_steps_are_guarded(folder):
 def test_only_adapters_are_held(folder, tmp_path):
     """Moments and checkpoint do not know of the base, which is held in bfloat16, without masters."""
     wide = folder(hidden_size=256, intermediate_size=512)
-    found = run(1, "only_adapters_are_held", wide, ATTENTION, path=str(tmp_path), role={"dtype": "bfloat16"})
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "v_proj", "o_proj"))
+    found = run(1, "only_adapters_are_held", wide, lora, path=str(tmp_path), role={"dtype": "bfloat16"})
     assert found["dtypes"] == {"torch.bfloat16"}
     assert found["base"] > 80 * found["adapter"]
     assert found["moments"] == 2 * found["adapter"]
@@ -86,7 +74,7 @@ def test_resume_is_bitwise(folder, tmp_path, world):
     lora = dataclasses.replace(ALL, dropout=0.2)
     offload = ("parameters", "gradients", "optimizer")
     role = {"dtype": "bfloat16", "offload": offload, "recompute": "full"} if world == 2 else {}
-    run(world, "resume_is_bitwise", folder(), lora, path=str(tmp_path), role=role)
+    run(world, "resume_is_bitwise", folder(), lora, module="contract", path=str(tmp_path), role=role)
 
 
 @pytest.mark.parametrize(("saved_by", "read_by"), [(1, 2), (2, 1)])
@@ -102,23 +90,28 @@ def test_another_world_size_goes_on(folder, tmp_path, saved_by, read_by):
 def test_another_base_or_selection_is_refused(folder, tmp_path):
     run(1, "save_two_steps", folder(), ALL, path=str(tmp_path))
     other = folder(seed=3)  # of the same architecture
-    refused = {
-        "another base": (other, ALL, "over the base model"),
-        "another architecture": (folder("qwen2"), ALL, "model_type"),
-        "another alpha": (folder(), dataclasses.replace(ALL, alpha=7.0), "model.lora.alpha"),
-        "another rank": (folder(), dataclasses.replace(ALL, rank=5), "model.lora.rank"),
-        "no adapters": (folder(), None, "model.lora"),
-    }
-    for what, (model, lora, says) in refused.items():
-        message = run(1, "refusal", model, lora, path=str(tmp_path))
-        assert says in message and "\n" not in message, (what, message)
-    whole = tmp_path / "whole"
-    run(1, "save_whole", folder(), None, path=str(whole))
-    assert "model.lora" in run(1, "refusal", folder(), ALL, path=str(whole))
+    refused = [
+        (other, ALL, "over the base model"),
+        (folder("qwen2"), ALL, "model_type"),
+        (folder(), dataclasses.replace(ALL, alpha=7.0), "model.lora.alpha"),
+        (folder(), dataclasses.replace(ALL, rank=5), "model.lora.rank"),
+        (folder(), dataclasses.replace(ALL, target_modules=("q_proj",)), "model.lora.target_modules 'all-linear'"),
+        (folder(), None, "was saved with adapters"),
+    ]
+    for model, lora, says in refused:
+        run(1, "refuses_checkpoint", model, lora, module="contract", path=str(tmp_path), message=says)
+    whole = str(tmp_path / "whole")
+    run(1, "save_whole", folder(), None, path=whole)
+    run(1, "refuses_checkpoint", folder(), ALL, module="contract", path=whole, message="was saved without adapters")
+
+
+EXPORTED = [
+    ("llama", "lm"), ("llama", "value"), ("qwen3_moe", "lm"), ("qwen2_moe", "lm"), ("deepseek_v3", "lm"), ("gpt2", "lm"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@pytest.mark.parametrize(("family", "head"), [("llama", "lm"), ("llama", "value"), ("qwen3_moe", "lm")])
+@pytest.mark.parametrize(("family", "head"), slow_but(EXPORTED[:3], EXPORTED))
 def test_export(folder, tmp_path, world, family, head):
     run(world, "export_loads_in_peft", folder(family, head=head), ALL, path=str(tmp_path), role={"head": head})
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -130,8 +123,8 @@ def test_generates_with_adapters(folder):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_an_adapter_of_another_scale_is_refused(folder, tmp_path, backend):
-    """Its tensors have the shapes of ours."""
+def test_an_adapter_of_another_scale_or_selection_is_refused(folder, tmp_path, backend):
+    """The tensors of another scale have the shapes of ours."""
     changes = {
         "the scale 1.75 and this config's model.lora 1.5 (14 adapters differ)": {"lora_alpha": 7.0},
         "the scale 3.0 and this config's model.lora 1.5 (14 adapters differ)": {"use_rslora": True},
@@ -144,6 +137,8 @@ def test_an_adapter_of_another_scale_is_refused(folder, tmp_path, backend):
         about = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps(about | fields))
         wrong[says] = str(path)
+    other = LoraConfig(rank=4, target_modules=("q_proj",))
+    wrong["give the adapter's own rank and targets"] = tiny.make_adapter(str(tmp_path / "other"), folder(), other)
     run(1, "only_its_own_scale_is_loaded", folder(), ALL, role={"backend": backend}, right=right, wrong=wrong)
 
 

@@ -16,6 +16,7 @@ from mrl.engine.microbatch import (
 from mrl.errors import ConfigError
 
 lengths_lists = st.lists(st.integers(1, 64), max_size=40)
+limits = st.one_of(st.builds(dict, tokens=st.integers(64, 256)), st.builds(dict, size=st.integers(1, 8)))
 
 
 def cost(lengths, indices, packed):
@@ -70,23 +71,14 @@ def test_size_is_kept_with_the_fewest_micro_batches(lengths, size, packed):
     assert all(0 < len(part) <= size for part in parts)
 
 
-@given(lengths_lists, st.integers(64, 256), st.integers(0, 60), st.booleans())
-def test_count_is_exact_and_the_budget_still_kept(lengths, tokens, extra, packed):
-    count = len(split_micro_batches(lengths, tokens=tokens, packed=packed)) + extra
-    parts = split_to_count(lengths, count, tokens=tokens, packed=packed)
+@given(lengths_lists, limits, st.integers(0, 60), st.booleans())
+def test_count_is_exact_and_the_limit_still_kept(lengths, limit, extra, packed):
+    count = len(split_micro_batches(lengths, **limit, packed=packed)) + extra
+    parts = split_to_count(lengths, count, **limit, packed=packed)
     assert len(parts) == count
     assert_partition(parts, len(lengths))
-    assert all(cost(lengths, part, packed) <= tokens for part in parts)
-    assert sum(1 for part in parts if part) == min(count, len(lengths))
-
-
-@given(lengths_lists, st.integers(1, 8), st.integers(0, 60), st.booleans())
-def test_count_is_exact_and_the_size_still_kept(lengths, size, extra, packed):
-    count = len(split_micro_batches(lengths, size=size, packed=packed)) + extra
-    parts = split_to_count(lengths, count, size=size, packed=packed)
-    assert len(parts) == count
-    assert_partition(parts, len(lengths))
-    assert all(len(part) <= size for part in parts)
+    assert all(cost(lengths, part, packed) <= limit.get("tokens", 10**9) for part in parts)
+    assert all(len(part) <= limit.get("size", len(part)) for part in parts)
     assert sum(1 for part in parts if part) == min(count, len(lengths))
 
 
@@ -113,7 +105,7 @@ def test_a_sequence_over_the_budget_names_the_key():
         split_micro_batches([3, 9], tokens=8, packed=True)
 
 
-@pytest.mark.parametrize("limits", [{}, {"size": 2, "tokens": 8}])
-def test_exactly_one_limit(limits):
+@pytest.mark.parametrize("given_limits", [{}, {"size": 2, "tokens": 8}])
+def test_exactly_one_limit(given_limits):
     with pytest.raises(ConfigError, match="exactly one"):
-        split_micro_batches([3], packed=True, **limits)
+        split_micro_batches([3], packed=True, **given_limits)

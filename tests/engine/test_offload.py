@@ -15,11 +15,6 @@ from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return tiny.make_model(str(tmp_path_factory.mktemp("llama")), "llama")
-
-
 def device_bytes(engine) -> dict[str, int]:
     """Bytes of each kind's storages; a storage that kinds share (fp32 masters are the parameters) counts for the first."""
     counted: set[int] = set()
@@ -56,7 +51,7 @@ def frees_what_it_names(config: RoleConfig, kind: str) -> dict[str, dict[str, in
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron dp2", "external dp2"])
 def test_what_waits_on_the_host_leaves_the_device(folder, layout, kind, dtype):
-    world_size, config = world_and_role(layout, folder, dtype=dtype)
+    world_size, config = world_and_role(layout, folder(), dtype=dtype)
     found = run_case(world_size, "tests.engine.test_offload:frees_what_it_names", config=config, kind=kind)
     kept = found["kept", "at rest"]
     assert all(kept[k] > 0 for k in KINDS)
@@ -106,7 +101,7 @@ def copies_gradients_until_they_are_spent(config: RoleConfig) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron dp2"])
 def test_spent_gradients_are_dropped_and_others_kept_to_the_bit(folder, layout):
-    world_size, config = world_and_role(layout, folder, dtype="bfloat16")
+    world_size, config = world_and_role(layout, folder(), dtype="bfloat16")
     found = run_case(world_size, "tests.engine.test_offload:copies_gradients_until_they_are_spent", config=config)
     assert found["accumulated"] > 0
     assert {**found, "accumulated": 0} == dict.fromkeys(found, 0)

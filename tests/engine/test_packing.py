@@ -44,10 +44,6 @@ def test_a_length_that_cannot_fit_is_named(lengths, capacity):
         best_fit_decreasing(lengths, capacity)
 
 
-def test_empty():
-    assert best_fit_decreasing([], 10) == []
-
-
 @pytest.mark.parametrize("capacity", [4096, 1_000_000])
 def test_a_hundred_thousand_lengths_take_seconds_at_most_and_pack_tightly(capacity):
     rng = random.Random(0)

@@ -2,15 +2,9 @@
 
 import pytest
 
-from tests.engine.parity import GRADIENT, LOSS, Outcome, Row, Table
+from tests.engine.parity import GRADIENT, LOSS, Row, Table
 from tests.engine.parity_rows import NIGHTLY_ROWS, ROWS, first_rows, next_rows
 from tests.tiers import in_tiers
-
-
-@pytest.fixture(scope="session")
-def table() -> Table:
-    return Table()
-
 
 PROMISED_LAYOUTS = (
     "tp2", "tp2+sp", "tp4+sp", "pp2", "pp4", "pp2xvpp2", "cp2", "cp4", "dp2", "dp4", "tp2xpp2", "tp2xpp2xdp2", "dp2xep2",
@@ -25,21 +19,9 @@ PROMISED_ROWS = (
 """Model and layout of rows that may not vanish: tied embeddings under each split, uneven pipelines, value heads, experts."""
 
 
-def check(table: Table, row: Row) -> None:
-    ((_, outcome),) = table.run([row])
-    assert isinstance(outcome, Outcome), outcome
-    assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
-
-
-@pytest.mark.parametrize("row", in_tiers(first_rows(ROWS), next_rows(ROWS), ROWS), ids=str)
+@pytest.mark.parametrize("row", in_tiers(first_rows(ROWS), next_rows(ROWS), (*ROWS, *NIGHTLY_ROWS)), ids=str)
 def test_row(table: Table, row: Row):
-    check(table, row)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("row", NIGHTLY_ROWS, ids=str)
-def test_slow_row(table: Table, row: Row):
-    check(table, row)
+    table.check(row)
 
 
 def test_the_table_is_what_was_promised():

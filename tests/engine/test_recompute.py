@@ -91,15 +91,10 @@ def saves(config: RoleConfig, choices: list[list[str] | None]) -> dict[str, int]
     return found
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {family: tiny.make_model(str(tmp_path_factory.mktemp(family)), family) for family in SINGLE}
-
-
 @pytest.mark.parametrize("family", SINGLE)
-def test_each_name_saves_memory_and_changes_no_bit(folders, family):
+def test_each_name_saves_memory_and_changes_no_bit(folder, family):
     experts = {} if family == "llama" else {"moe": MoEConfig(aux_loss=0.1, z_loss=0.1)}
-    config = tiny.role(folders[family], backend="megatron", tokens=2000, **experts)
+    config = tiny.role(folder(family), backend="megatron", tokens=2000, **experts)
     choices = [*([name] for name in SINGLE[family]), *TOGETHER.get(family, []), ALL_BUT_ATTENTION[family], None]
     found = run_case(1, f"{__name__}:saves", config=config, choices=choices)
     together = found.pop("+".join(ALL_BUT_ATTENTION[family]))
@@ -121,26 +116,11 @@ def test_each_name_saves_memory_and_changes_no_bit(folders, family):
     ],
     ids=["llama tp2 lora", "deepseek_v3 tp2", "deepseek_v3 dp2xep2"],
 )
-def test_on_two_ranks(folders, family, options):
-    config = tiny.role(folders[family], backend="megatron", tokens=2000, **options)
+def test_on_two_ranks(folder, family, options):
+    config = tiny.role(folder(family), backend="megatron", tokens=2000, **options)
     choices = [None, ["core_attn"], ["layernorm"]]
     found = run_case(2, f"{__name__}:saves", config=config, choices=choices)
     assert found["full"] < found["default"] < found["layernorm"] < found["none"]
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "why"),
-    [
-        ("llama", "moe", "the model has none"), ("llama", "moe_act", "the model has none"),
-        ("llama", "shared_experts", "the model has none"), ("llama", "mla_up_proj", "which the model does not have"),
-        ("mixtral", "mlp", "all layers of the model have experts"), ("mixtral", "shared_experts", "the model has none"),
-        ("deepseek_v3", "moe_act", "engine.layer_spec te has them"),
-    ],
-)  # fmt: skip
-def test_what_a_model_lacks_is_refused(folders, family, name, why):
-    config = with_modules(tiny.role(folders[family], backend="megatron"), [name])
-    found = run_case(1, f"{__name__}:refusal", config=config)
-    assert found.startswith(f"engine.recompute_modules: value {name!r}".replace("'", '"')) and why in found
 
 
 def notes(config: RoleConfig) -> tuple[list[str], list[str]]:
@@ -152,8 +132,8 @@ def notes(config: RoleConfig) -> tuple[list[str], list[str]]:
     return engine.notes, MegatronEngine.notes_on(config.model, config.engine, engine.model.dims, hf)
 
 
-def test_a_run_says_what_it_computes_again(folders):
-    config = with_modules(tiny.role(folders["mixtral"], backend="megatron"), None)
+def test_a_run_says_what_it_computes_again(folder):
+    config = with_modules(tiny.role(folder("mixtral"), backend="megatron"), None)
     in_run, before = run_case(1, f"{__name__}:notes", config=config)
     assert before[0].startswith("engine.layer_spec: local") and in_run == before[1:], "a CPU has one spec"
     assert in_run[-1] == "engine.recompute: selective computes layernorm, moe again (docs/layouts.md)"
@@ -164,6 +144,20 @@ def chosen(modules: list[str] | None, spec: str | None, **fields: Any) -> list[s
         return recompute_modules(fields, modules, layer_spec=spec)
     except ConfigError as error:
         return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("moe", {}, "the model has none"), ("moe_act", {}, "the model has none"),
+        ("shared_experts", {"num_moe_experts": 4, "moe_layer_freq": [0, 1]}, "the model has none"),
+        ("mla_up_proj", {}, "which the model does not have"),
+        ("mlp", {"num_moe_experts": 4, "moe_layer_freq": [1, 1]}, "all layers of the model have experts"),
+    ],
+)  # fmt: skip
+def test_what_a_model_lacks_is_refused(name, fields, why):
+    said = chosen([name], "te", **fields)
+    assert said.startswith(f'engine.recompute_modules: value "{name}"') and why in said
 
 
 def test_what_a_layer_spec_lacks():
@@ -188,21 +182,13 @@ def saves_under_te(config: RoleConfig, choices: list[list[str] | None]) -> dict[
         return saves(config, choices)
 
 
-def test_activations_of_grouped_experts(folders):
+def test_activations_of_grouped_experts(folder):
     """megatron's own TEGroupedMLP, around linear layers in plain torch (tests/engine/te_like.py)."""
-    config = tiny.role(folders["mixtral"], backend="megatron", tokens=2000, layer_spec="te")
+    config = tiny.role(folder("mixtral"), backend="megatron", tokens=2000, layer_spec="te")
     choices = [["moe_act"], ["layernorm"], ["layernorm", "moe_act"], None]
     found = run_case(1, f"{__name__}:saves_under_te", config=config, choices=choices)
     assert found["default"] < found["layernorm+moe_act"] < min(found["moe_act"], found["layernorm"])
     assert max(found["moe_act"], found["layernorm"]) < found["none"]
-
-
-def refusal(config: RoleConfig) -> str:
-    try:
-        trained(config)
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
 
 
 # -- the table of docs/layouts.md --------------------------------------------------------------------------------------

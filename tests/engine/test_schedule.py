@@ -1,4 +1,4 @@
-"""Learning rates by hand at chosen steps; trap 23 (a resumed schedule that differs) cannot occur by design."""
+"""Learning rates by hand at chosen steps. Trap 23 (a resumed schedule that differs): the step is the only state; test_contract.py."""
 
 import pytest
 
@@ -35,12 +35,3 @@ def test_wsd_is_flat_and_falls_over_the_last_tenth():
     assert rates(15, schedule="wsd", steps=[13, 14, 15]) == pytest.approx([1.0, 0.55, 0.1]), "a tenth is rounded up"
     assert rates(100, schedule="wsd", decay_steps=50, steps=[50, 75]) == pytest.approx([1.0, 0.55])
     assert rates(10, schedule="wsd", decay_steps=50, warmup_steps=5, steps=[5, 10]) == pytest.approx([1.0, 0.1])
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-def test_trap_23_resuming_is_restoring_an_integer(schedule):
-    """A run stopped after any step goes on with the rates of the run that was not: the step is the only state."""
-    whole = rates(30, schedule=schedule, warmup_steps=3)
-    for stopped_after in range(30):
-        resumed = rates(30, schedule=schedule, warmup_steps=3, steps=range(stopped_after, 30) or None)
-        assert whole[stopped_after:] == resumed[: 30 - stopped_after]

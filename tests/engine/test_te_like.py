@@ -7,42 +7,27 @@ from tests.engine import generation, tiny
 from tests.engine.harness import Case, run_case, run_world
 from tests.engine.lora import random_adapter
 from tests.engine.parity import Outcome, Row, Table
-from tests.tiers import nightly_but
+from tests.tiers import in_tiers
 
 ROWS = (
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
     Row("gpt_oss", "tp2+spxdp2xep2", size=4, why="experts and their biases, each of which a rank has for itself"),
-)
-SLOW_ROWS = (
     Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
     Row("qwen3_moe", "tp2+spxdp2xep2", size=4, recompute="full", lora="stacks"),
     Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
     Row("qwen3_moe", "cp2", size=4, why="each rank turns packed tokens by positions of its own"),
-)
-NIGHTLY_ROWS = (
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
     Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
 )
 
 
-@pytest.fixture(scope="module")
-def table():
-    return Table()
-
-
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", in_tiers(ROWS[:2], ROWS[2:6], ROWS), ids=str)
 def test_row(table: Table, row: Row):
     given = {"row": row, "folder": table.model(row.model), "reference": table.reference(row)}
     case = Case("tests.engine.te_like:measure", given | {"adapter": table.adapter(row)})
     outcome = run_world(row.world_size, [case])[0].get()
     assert isinstance(outcome, Outcome)
     assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", nightly_but(SLOW_ROWS, SLOW_ROWS + NIGHTLY_ROWS), ids=str)
-def test_slow_row(table: Table, row: Row):
-    test_row(table, row)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -95,11 +96,8 @@ def test_a_box_of_a_copy_is_no_place_of_a_parameter():
 @given(SHAPES, st.integers(1, 40))
 def test_blocks_are_small_and_in_order(sizes, block_bytes):
     numbers = torch.arange(math.prod(sizes), dtype=torch.int32).view(sizes)
-    before, boxes.BLOCK_BYTES = boxes.BLOCK_BYTES, block_bytes
-    try:
+    with mock.patch.object(boxes, "BLOCK_BYTES", block_bytes):
         found = list(blocks(numbers))
-    finally:
-        boxes.BLOCK_BYTES = before
     assert all(part.numel() * 4 <= max(block_bytes, 4) for _, part in found)
     assert [n for _, part in found for n in part.reshape(-1).tolist()] == numbers.reshape(-1).tolist()
     for at, part in found:

@@ -85,16 +85,16 @@ def test_traps_1_11_24_every_parameter_trains_and_replicas_stay_equal(folder, mo
     run("replicas_stay_equal", folder(family, **fields), layout)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+spxpp2"])
-def test_trap_10_parameters_carry_megatron_attributes(folder, layout):
+@pytest.mark.parametrize(
+    ("family", "layout", "head"),
+    [
+        ("qwen3", "tp2", "lm"), ("qwen3", "tp2+spxpp2", "lm"), ("llama", "tp2", "value"), ("llama", "tp2+spxpp2", "value"),
+        ("mixtral", "tp2+spxdp2xep2", "lm"), ("mixtral", "tp2+spxdp2xep2xetp2", "lm"),
+    ],
+)  # fmt: skip
+def test_trap_10_parameters_carry_megatron_attributes(folder, family, layout, head):
     """With them, the norm counts each parameter once: every parity row compares the norm and a clipped update."""
-    run("split_parameters_say_so", folder("qwen3", tied=True), layout)
-    run("split_parameters_say_so", folder("llama"), layout, options={"head": "value"})
-
-
-@pytest.mark.parametrize("layout", ["tp2+spxdp2xep2", "tp2+spxdp2xep2xetp2"])
-def test_trap_10_experts_too(folder, layout):
-    run("split_parameters_say_so", folder("mixtral"), layout)
+    run("split_parameters_say_so", folder(family, tied=family == "qwen3"), layout, options={"head": head})
 
 
 @pytest.mark.parametrize(("layout", "tied"), [("tp2", False), ("tp4+sp", True)])

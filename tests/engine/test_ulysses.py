@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from mrl.engine.fsdp import forward
-from mrl.engine.fsdp.ulysses import Ulysses
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.engine.ulysses_cases import batch_of
 
 
 @pytest.mark.parametrize("case", ["attention_is_that_of_one_rank", "inputs_are_cut_once"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_on_ranks(ranks, case):
     run_case(ranks, f"tests.engine.ulysses_cases:{case}")
 
@@ -33,9 +30,3 @@ def test_a_model_whose_sequences_cannot_be_shared_is_refused(tmp_path, family, p
     config = tiny.role(tiny.make_model(str(tmp_path), family, tied=True, **fields), packing=packed, parallel={"cp": 2})
     message = f"model_type '{family}' {message}.*set engine.parallel.cp to 1"
     run_case(2, "tests.engine.ulysses_cases:is_refused", config=config, message=message)
-
-
-def test_one_rank_is_fed_the_whole_of_it():
-    batch = batch_of([5, 3])
-    ins = forward.prepare(batch, packed=True, device=torch.device("cpu"), ulysses=Ulysses())
-    assert torch.equal(ins.tokens[0], batch.tokens) and ins.document_lengths == [5, 3] and ins.places is None

@@ -19,7 +19,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
 from tests.engine.tiny_vision import image_batch, make_vision_model
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 IMAGES = (1, 0, 2, 0, 1, 1, 0, 3)
 
@@ -88,18 +88,12 @@ def table():
     return VisionTable()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        *slow_but([ROWS[2], ROWS[3], ROWS[6], ROWS[10]], ROWS),
-        *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY_ROWS),
-    ],
-    ids=str,
-)
+FAST_ROWS = [ROWS[2], ROWS[3], ROWS[6], ROWS[10]]
+
+
+@pytest.mark.parametrize("row", in_tiers(FAST_ROWS, ROWS, (*ROWS, *NIGHTLY_ROWS)), ids=str)
 def test_equal_to_transformers(table, row):
-    ((_, outcome),) = table.run([row])
-    assert not isinstance(outcome, str), outcome
-    assert not outcome.problems, outcome.problems
+    table.check(row)
 
 
 def run(table, case, world, model="qwen2_5_vl", parallel=None, lora=None, **kwargs):
@@ -136,10 +130,6 @@ def test_a_sampled_token_of_images_is_text(table):
     folder = table.model("qwen3_vl")
     case, batch = "tests.engine.vision_cases:a_sampled_token_of_images_is_text", image_batch(folder, images=(0, 0, 0))
     run_case(1, case, config=tiny.role(folder, tokens=256), batch=batch)
-
-
-def test_bf16_is_near_fp32(table):
-    run(table, "bf16_is_near_fp32", 1, "qwen3_vl")
 
 
 def test_a_checkpoint_restores(table, tmp_path):

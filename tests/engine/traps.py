@@ -6,7 +6,6 @@ Each asserts on every rank; test_traps_megatron.py names the traps and the layou
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 from unittest import mock
 
 import torch
@@ -20,14 +19,7 @@ from mrl.engine.guards import checksum
 from mrl.engine.megatron import optim, streams
 from mrl.engine.megatron.engine import MegatronEngine
 from tests.engine import tiny
-from tests.engine.contract import assert_equal, loss_fn, make_engine
-
-
-def everyone(value: Any) -> list[Any]:
-    """`value` of each rank, in order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+from tests.engine.contract import assert_equal, everyone, loss_fn, make_engine, train
 
 
 def rules(engine: MegatronEngine):
@@ -35,17 +27,6 @@ def rules(engine: MegatronEngine):
     for model, of_chunk in zip(engine.model.chunks, engine.model.rules, strict=True):
         for name, parameter in model.named_parameters():
             yield parameter, of_chunk[name]
-
-
-def step(engine: MegatronEngine, seed: int) -> tuple[float, float]:
-    """One optimizer step on a batch that is a function of `seed`: (loss, gradient norm)."""
-    share = engine.shard_data(tiny.uneven_batch(seed))
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        _, loss, _ = engine.forward_backward_step(share)
-    norm = float(engine.optimizer_step())
-    engine.lr_scheduler_step()
-    return loss, norm
 
 
 def replicas_stay_equal(config: RoleConfig) -> None:
@@ -56,8 +37,7 @@ def replicas_stay_equal(config: RoleConfig) -> None:
     """
     engine = make_engine(config)
     before = {rule.hf: checksum(p) for p, rule in rules(engine)}
-    for seed in range(3):
-        step(engine, seed)
+    train(engine, 3)
     pieces = [((rule.hf, rule.rank), checksum(p)) for p, rule in rules(engine)]
     assert all(checksum(p) != before[rule.hf] for p, rule in rules(engine)), "a parameter did not change"
     known: dict[tuple, int] = {}
@@ -110,8 +90,7 @@ def split_parameters_say_so(config: RoleConfig) -> None:
 
 def padding_of_the_vocabulary_stays_zero(config: RoleConfig) -> None:
     engine = make_engine(config)
-    for seed in range(2):
-        step(engine, seed)
+    train(engine, 2)
     found = 0
     for p, rule in rules(engine):
         if rule.kind == "vocab" or "embed_tokens" in rule.hf[0] or "lm_head" in rule.hf[0]:
@@ -149,8 +128,7 @@ def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
 
     def alone(config: RoleConfig) -> tuple[list, dict]:
         engine = make_engine(config)
-        history = [step(engine, seed) for seed in range(3)]
-        return history, {name: t.clone() for name, t in engine.hf_weights()}
+        return train(engine, 3), {name: t.clone() for name, t in engine.hf_weights()}
 
     expected_first, expected_second = alone(first), alone(second)
     a, b = make_engine(first), make_engine(second)
@@ -161,12 +139,11 @@ def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
         a.optimizer_zero_grad()
         with a.train_mode():
             if seed == 1:
-                history_b.append(step(b, seed))
-            _, loss, _ = a.forward_backward_step(share)
+                history_b += train(b, 1, first=seed)
+            _, loss, ctx = a.forward_backward_step(share)
         if seed != 1:
-            history_b.append(step(b, seed))
-        history_a.append((loss, float(a.optimizer_step())))
-        a.lr_scheduler_step()
+            history_b += train(b, 1, first=seed)
+        history_a.append((loss, float(a.optimizer_step()), a.lr_scheduler_step(), ctx["metrics"]))
     assert (history_a, history_b) == (expected_first[0], expected_second[0])
     assert_equal(dict(a.hf_weights()), expected_first[1])
     assert_equal(dict(b.hf_weights()), expected_second[1])
@@ -185,7 +162,7 @@ def random_numbers_by_rank(config: RoleConfig) -> list[tuple]:
 def gradients_and_masters_are_fp32(config: RoleConfig) -> None:
     """bfloat16 parameters; fp32 where gradients are accumulated and reduced, in the masters, and in AdamW's moments."""
     engine = make_engine(config)
-    step(engine, 0)
+    train(engine, 1)
     assert all(p.dtype == torch.bfloat16 for p, _ in rules(engine))
     assert all(p.main_grad.dtype == torch.float32 for p, _ in rules(engine))
     assert all(buffer.grad_dtype == torch.float32 for buffer in optim.gradient_buffers(engine.model.wrapped))
@@ -201,8 +178,7 @@ def gradients_and_masters_are_fp32(config: RoleConfig) -> None:
 
 
 def loss_and_norm(config: RoleConfig) -> list[tuple[float, float]]:
-    engine = make_engine(config)
-    return [step(engine, seed) for seed in range(2)]
+    return [(loss, norm) for loss, norm, *_ in train(make_engine(config), 2)]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
