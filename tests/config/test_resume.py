@@ -84,8 +84,8 @@ SAME = {
     SFTConfig: "model.init model.dtype model.lora.rank engine.backend engine.moe.aux_loss optimizer.lr optimizer.betas "
     "optimizer.schedule optimizer.warmup_steps optimizer.clip_grad data.split data.packing data.max_length data.shuffle "
     "train.global_batch_size seed",
-    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.engine.backend rollout.stop critic.optimizer.lr "
-    "reference.update_every reward.weight rewards.functions rollout.temperature rollout.samples_per_prompt rollout.max_turns "
+    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.engine.backend rollout.stop actor.optimizer.lr "
+    "critic.optimizer.lr reference.update_every reward.weight rewards.functions rollout.temperature rollout.samples_per_prompt rollout.max_turns "
     "algorithm.name algorithm.lam algorithm.epochs algorithm.mini_batch_size algorithm.kl_coef data.system data.max_prompt_length "
     "train.global_batch_size seed",
 }
