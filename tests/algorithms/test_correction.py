@@ -67,7 +67,7 @@ def test_a_long_sequence_far_off_neither_overflows_nor_divides():
 
 
 def test_the_effective_sample_size_is_a_share():
-    weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    weights = torch.tensor([2.0, 1.0, 0.5, 0.0])
     found = effective_samples(float(weights.mean()), float(weights.square().mean()))
     assert found == pytest.approx(float(weights.sum()) ** 2 / (4 * float(weights.square().sum())))
     assert effective_samples(0.0, 0.0) == 0
