@@ -12,6 +12,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import torch
 from click.testing import CliRunner
 
 from mrl import cli
@@ -48,6 +49,12 @@ def command(arguments: list[str], cwd: str, stdin: str) -> Done:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def greedy(model: Any, ids: list[int], count: int, end: int) -> list[int]:
+    """The new tokens of a transformers model, which `end` ends, after a prompt."""
+    made = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=end, pad_token_id=0)
+    return made[0, len(ids) :].tolist()
 
 
 def in_a_shell(line: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:

@@ -71,13 +71,6 @@ def test_an_example_in_processes_of_its_own(site, line):
 
 
 @pytest.mark.nightly
-def test_a_mistake_on_several_processes_is_one_line(site):
-    done = in_a_shell("mrl generate runs/demo --prompts none.jsonl --nproc 2", site)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith("mrl: data.eval: none.jsonl: there is no such file or folder")
-
-
-@pytest.mark.nightly
 def test_ranks_of_another_launcher(site):
     """Under torchrun; the result comes once."""
     torchrun = f'"{sys.executable}" -m torch.distributed.run --nproc_per_node 2 -m mrl'
@@ -88,11 +81,10 @@ def test_ranks_of_another_launcher(site):
     assert found["world_size"] == 2 and found["rows"] == alone["rows"] and found["measures"] == alone["measures"]
 
 
-GENERATE, EVAL = ("generate", "./model"), ("eval", "./model", "rows.jsonl", "--reward", "exact_match")
+GENERATE = ("generate", "./model")
 WRONG_ON_ONE_RANK = {
     "no text on stdin": (GENERATE, "mrl: mrl generate: has no prompt; give --prompt TEXT, "),
     "no folder of --out": ((*GENERATE, "--prompt", "x", "--out", "no/where"), "mrl: --out: value 'no/where' cannot"),
-    "eval's --out": ((*EVAL, "--out", "no/where"), "mrl: --out: value 'no/where' cannot be written"),
     "no model on the second node": ((*GENERATE, "--prompt", "x"), "mrl: rank 1: MODEL: value './model' does not exist"),
 }
 
@@ -105,7 +97,6 @@ def test_what_one_rank_of_another_launcher_finds_is_said_once_and_ends_all(folde
     nodes = [tmp_path / "0", tmp_path / "1"]
     for node in nodes:
         node.mkdir()
-        write_jsonl(node / "rows.jsonl", [tiny_policies.prompt([1])])
     (nodes[0] / "model").symlink_to(folder("qwen3"))
     asked = {"arguments": list(arguments), "folders": [str(node) for node in nodes]}
     ends = run_case(2, "tests.inference.cases:on_all_ranks", timeout_s=60, **asked)

@@ -354,12 +354,10 @@ REFUSED = {
     "no reward": (("rows.jsonl",), "--reward: is missing, so that nothing says what is right; give gsm8k"),
     "unknown reward": (("rows.jsonl", "--reward", "gsm9k"), 'rewards.functions[0].name: value "gsm9k" is no named reward; did you mean gsm8k?'),
     "rows as a key": ((*OF_ROWS, "data.eval=other.jsonl"), 'data.eval: value "other.jsonl" has no effect here; name the rows in TASK'),
-    "other rows as a key": ((*OF_ROWS, "data.train=other.jsonl"), 'data.train: value "other.jsonl" has no effect here; name the rows in TASK'),
     "no rewards": ((*OF_ROWS, "rewards=3"), "rewards: value 3 is a whole number; give a mapping"),
     "a reward twice": ((*OF_ROWS, "rewards.functions=[{name: gsm8k}]"), "rewards.functions: is given by KEY=VALUE and by --reward; keep one of them"),
     "a temperature of one sample": ((*OF_ROWS, "--temperature", "0.5"), "has no effect with one sample of each prompt"),
     "no temperature of a task's samples": (("several.yaml", "--temperature", "0"), "--temperature: value 0 makes the 4 samples of a prompt equal; give one above 0, or --samples 1"),
-    "no temperature in a task": (("cold.yaml",), "--temperature: value 0 makes the 4 samples of a prompt equal"),
     "no result": ((*OF_ROWS, "--against", "other.json"), "--against: value 'other.json' is no result"),
     "a result of another reward": ((*OF_ROWS, "--against", "earlier.json"), "--against: was scored by even, and this is by gsm8k; evaluate both by the same reward"),
     "a result of the reward with other options": ((*OF_ROWS, "--against", "strict.json"), "--against: was scored by gsm8k with strict true, and this is with false"),
@@ -393,7 +391,6 @@ def bad(inputs) -> pathlib.Path:
         "typo": {"data": "rows.jsonl", "reward": "gsm8k", "max_tokens": 3},
         "both": {"data": "rows.jsonl", "reward": "gsm8k", "rewards": ["gsm8k"]},
         "several": {"data": "rows.jsonl", "reward": "gsm8k", "samples": 4},
-        "cold": {"data": "rows.jsonl", "reward": "gsm8k", "samples": 4, "temperature": 0},
         "train": {"data": {"eval": "rows.jsonl", "train": "rows.jsonl"}, "reward": "gsm8k"},
     }
     for name, task in tasks.items():

@@ -17,7 +17,7 @@ from tests.data.tiny_tokenizers import WITH_TOOLS, make_tokenizer, write_jsonl
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES, OTHERS
-from tests.inference.cases import line_of, mrl, refusal
+from tests.inference.cases import greedy, line_of, mrl, refusal
 from tests.tiers import nightly_but
 
 PROMPTS = ["hello there!", "What is 2 + 2?", "the quick brown fox jumps over", "é"]
@@ -51,21 +51,17 @@ def completions(folder, tmp_path, *arguments: str, layout: str = "megatron", row
     return rows_of(tmp_path / "out.jsonl")
 
 
-def greedy_of_transformers(folder, prompts=PROMPTS) -> list[tuple[list[int], list[float], list[int]]]:
+def greedy_of_transformers(folder) -> list[tuple[list[int], list[float], list[int]]]:
     """(new tokens, their log-probs, the prompt's tokens) of each prompt, one at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
-    for text in prompts:
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
-            "input_ids"
-        ]
-        made = model.generate(
-            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
-        )[0].tolist()  # fmt: skip
+    for text in PROMPTS:
+        asked = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+        new = greedy(model, ids, NEW_TOKENS, tokenizer.eos_token_id)
         with torch.no_grad():
-            log_probs = model(torch.tensor([made])).logits[0].log_softmax(-1)
-        new = made[len(ids) :]
+            log_probs = model(torch.tensor([[*ids, *new]])).logits[0].log_softmax(-1)
         found.append((new, [float(log_probs[len(ids) + i - 1, token]) for i, token in enumerate(new)], ids))
     return found
 
@@ -204,10 +200,7 @@ def test_system_and_tools_reach_the_template(folder):
     path.write_text(json.dumps(tools))
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
-    made = hf.generate(
-        torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
-    )
-    expected = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+    expected = tokenizer.decode(greedy(hf, ids, 8, tokenizer.eos_token_id), skip_special_tokens=True)
     assert says("--system", "Be brief.", "--tools", path).rstrip("\n") == expected.rstrip("\n")
     assert len({says(), says("--system", "Be brief."), says("--tools", path)}) == 3
 
@@ -216,11 +209,9 @@ def test_a_model_without_a_template_goes_on_with_the_text(folder):
     model = folder("qwen3", template=None)
     tokenizer, hf = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     ids = tokenizer("the quick", add_special_tokens=False)["input_ids"]
-    made = hf.generate(
-        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
-    )
+    new = greedy(hf, ids, 6, tokenizer.eos_token_id)
     done = mrl("generate", model, "--prompt", "the quick", "--greedy", "--max-new-tokens", 6)
-    assert done.out == tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True) + "\n"
+    assert done.out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
     refused = mrl("generate", model, "--chat")
     assert refused.code == 2 and "--chat: the tokenizer has no chat template" in refused.err
 

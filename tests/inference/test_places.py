@@ -17,7 +17,8 @@ from mrl.errors import UserError
 from mrl.inference.places import find_model
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.inference.cases import mrl
+from tests.inference.cases import greedy, mrl
+from tests.resume.test_refused import flip, shard
 from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
@@ -35,13 +36,9 @@ def says(model: object, *keys: str, world: int = 1) -> tuple[str, str]:
 def of_transformers(model) -> str:
     """As `says`, of a transformers model with the tokenizer of arithmetic."""
     tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+30="}], add_generation_prompt=True)[
-        "input_ids"
-    ]
-    made = model.generate(
-        torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
-    )
-    return tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True) + "\n"
+    asked = [{"role": "user", "content": "12+30="}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+    return tokenizer.decode(greedy(model, ids, 8, tokenizer.eos_token_id), skip_special_tokens=True) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +93,9 @@ def test_an_earlier_checkpoint_has_other_weights(run, tmp_path):
 
 
 def test_a_damaged_checkpoint_answers_nothing(run, tmp_path):
-    folder = tmp_path / "step_00000002"
-    shutil.copytree(run / "checkpoints" / "step_00000002", folder)
+    folder = shutil.copytree(run / "checkpoints" / "step_00000002", tmp_path / "step_00000002")
     shutil.copy(run / "config.yaml", tmp_path.parent / "config.yaml")
-    (file,) = [path for path in sorted((folder / "mcore").glob("*.distcp")) if path.stat().st_size > 100_000][:1] or [
-        None
-    ]
-    if file is None:  # all are small: those are compared when the checkpoint is opened
-        file = max((folder / "mcore").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(shard(folder))
     done = mrl("generate", folder, *ASK)
     assert (done.code, done.out) == (2, "") and "has changed; use another checkpoint" in done.err, done
 

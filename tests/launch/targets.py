@@ -52,21 +52,6 @@ def words(config, command_line: str) -> None:
     _note(config, "words", f"{config.words} {command_line}")
 
 
-def root(config, command_line: str) -> None:
-    _note(config, "root", f"{type(config).__name__} {command_line}")
-
-
-def all_reduce(config, command_line: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.tensor([RANK + 1.0])
-    dist.all_reduce(total)
-    _note(config, "sum", str(total.item()))
-    dist.destroy_process_group()
-
-
 def user_error_on_rank_1(config, command_line: str) -> None:
     if RANK == 1:
         raise DataError("rows.jsonl:3: is not an object; give one JSON object a line")

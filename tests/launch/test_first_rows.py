@@ -18,10 +18,7 @@ HH = {
 ROWS = {
     "a wrong column": ("sft", [{"question": "1+1?", "answer": "2"}], "a.jsonl:1: the fields question, answer fit no"),
     "too long": ("sft", [GOOD, {"messages": turns("+" * 200, "4")}], "a.jsonl:2: the row has "),
-    "two system messages": ("sft", [{**GOOD, "system": "7"}, {"messages": [{"role": "system", "content": "7"}, *GOOD["messages"]], "system": "7"}], "a.jsonl:2: has a field system and a system message"),
-    "no answer": ("sft", [GOOD, {"messages": turns("2+2=")}], "a.jsonl:2: has nothing to train on"),
     "hh": ("dpo", [HH], "a.jsonl:1: chosen is no list of messages, and there is no prompt"),
-    "hh of a reward model": ("rm", [HH], "a.jsonl:1: chosen is no list of messages, and there is no prompt"),
 }  # fmt: skip
 
 

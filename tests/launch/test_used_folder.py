@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from mrl.config.command import roots
+from mrl.config.command import record, roots
 from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
 from mrl.errors import ConfigError
@@ -115,22 +115,16 @@ def test_vllm_inside_the_trainer_is_said_to_be_missing():
 )
 def test_a_run_is_complete_by_its_steps(runs, change, is_complete):
     raw = merged(yaml.safe_load((runs / "whole.yaml").read_text()), change)
-    saved = preflight.check_used(preflight_command("sft"), from_dict(raw))
+    saved = preflight.check_used(record("sft"), from_dict(raw))
     assert saved is not None and saved.is_complete == is_complete
     (runs / "whole" / "hf").rmdir()  # the export is missing: it is made again
-    assert not preflight.check_used(preflight_command("sft"), from_dict(raw)).is_complete
-
-
-def preflight_command(name: str):
-    from mrl.config.command import record
-
-    return record(name)
+    assert not preflight.check_used(record("sft"), from_dict(raw)).is_complete
 
 
 def test_of_serve_the_folder_alone_is_looked_at(runs):
     raw = merged(fuzz.BASES["serve"], {"output_dir": str(runs / "foreign")})
     with pytest.raises(ConfigError, match="did not write"):
-        preflight.check_used(preflight_command("serve"), from_dict(raw, roots()["serve"]))
+        preflight.check_used(record("serve"), from_dict(raw, roots()["serve"]))
     assert used_folder.files_of_run(runs / "whole") == ["config.yaml", "checkpoints", "hf"]
 
 

@@ -1,5 +1,7 @@
 """Inputs of all tests here, made once in a session, and runs that nothing happened to, made once a layout."""
 
+import functools
+
 import pytest
 
 from tests.resume import runs
@@ -14,13 +16,11 @@ def inputs(tmp_path_factory):
 def unharmed(inputs, tmp_path_factory):
     """Name of a layout -> the folder of a whole run in it. It is made in waiting processes, which start no command: what
     the command line makes of the same config is that to the bit (test_kill.py)."""
-    made = {}
 
+    @functools.cache
     def of(name):
-        if name not in made:
-            layout, output = runs.LAYOUTS[name], tmp_path_factory.mktemp("unharmed") / "run"
-            runs.finish(runs.make_config(inputs, output, layout), layout.world)
-            made[name] = output
-        return made[name]
+        layout, output = runs.LAYOUTS[name], tmp_path_factory.mktemp("unharmed") / "run"
+        runs.finish(runs.make_config(inputs, output, layout), layout.world)
+        return output
 
     return of

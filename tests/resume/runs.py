@@ -23,7 +23,7 @@ from mrl import metrics
 from mrl.config.load import read_yaml
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.trainers.tiny_runs import REPO, load_example
+from tests.trainers.tiny_runs import REPO, load_example, over
 
 ROWS, BATCH, STEPS = 26, 4, 12
 TIMEOUT_S = 240
@@ -91,9 +91,7 @@ def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout, 
         "checkpoint": {"every": 1},
         "log": {"console": "plain"},
     }
-    for section, value in changes.items():
-        config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
-    return config
+    return over(config, changes)
 
 
 # ------------------------------------------------------------------------------------------------- the command line

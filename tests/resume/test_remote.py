@@ -1,5 +1,6 @@
 """`checkpoint.remote`: copies at a URL, the last N of them, and a run that goes on from there when nothing local is left."""
 
+import functools
 import shutil
 
 import fsspec
@@ -26,14 +27,11 @@ def at(url):
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    made = {}
-
+    @functools.cache
     def of(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            runs.finish(config_of(inputs, folder, name, None), 2)
-            made[name] = folder
-        return made[name]
+        folder = tmp_path_factory.mktemp("whole")
+        runs.finish(config_of(inputs, folder, name, None), 2)
+        return folder
 
     return of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 
 from mrl.engine import atomic_checkpoint
@@ -85,12 +86,9 @@ def refuses(configs: Configs, path: str, message: str, alone: bool = False) -> N
     dispatch = make_dispatch(configs)
     before = weights_of(dispatch)
     reader: Any = next(iter(dispatch.engines.values())) if alone else dispatch
-    try:
+    with pytest.raises(CheckpointError) as caught:
         reader.load_checkpoint(path)
-    except CheckpointError as error:
-        assert message in str(error) and "\n" not in str(error), error
-    else:
-        raise AssertionError(f"{path} was loaded")
+    assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
     for role, weights in weights_of(dispatch).items():
         assert_equal(weights, before[role])
 
@@ -111,12 +109,8 @@ def a_kill_while_saving_leaves_the_last_one(configs: Configs, path: str) -> list
         raise Killed
 
     last.save_state = save_and_die
-    try:
+    with pytest.raises(Killed):
         dispatch.save_checkpoint(path, global_step=2)
-    except Killed:
-        pass
-    else:
-        raise AssertionError("nothing was killed")
     last.save_state = save_state
     assert atomic_checkpoint.find_checkpoint(path) == f"{path}/step_00000001"
     assert make_dispatch(configs).load_checkpoint(path) == {}

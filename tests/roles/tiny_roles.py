@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -41,12 +42,9 @@ def roles(
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folder of a model, by family and fields; each is made once."""
-    made: dict[tuple, str] = {}
 
+    @functools.cache
     def of(family: str = "llama", **fields: Any) -> str:
-        key = (family, *sorted(fields.items()))
-        if key not in made:
-            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
-        return made[key]
+        return tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
 
     return of

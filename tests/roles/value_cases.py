@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -88,12 +89,9 @@ def refuses_model(configs: Configs, message: str) -> None:
     """A folder that gives no value is refused when the role is built, in one line, on every rank."""
     for config in configs.values():
         engine = build_engine(config)
-        try:
+        with pytest.raises(ModelError) as caught:
             engine.init_model()
-        except ModelError as error:
-            assert message in str(error) and "\n" not in str(error), error
-        else:
-            raise AssertionError(f"{engine.config.model.path} was taken")
+        assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 
 
 # -- the reward model --------------------------------------------------------------------------------------------------
@@ -164,8 +162,6 @@ def scoring_error(configs: Configs, *, template: str | None, trajectories: list[
     """The message of the error that `score` raises."""
     dispatch = make_dispatch(configs)
     model = RewardModel(dispatch, make_tokenizer(template))
-    try:
-        found = model.score(trajectories)
-    except UserError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError(f"scores {found}")
+    with pytest.raises(UserError) as caught:
+        model.score(trajectories)
+    return f"{caught.type.__name__}: {caught.value}"

@@ -41,11 +41,6 @@ def test_a_reset_without_the_row_is_told_how_to_be_written(tmp_path):
         load_environment(f"{file}:Env")
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="rollout.environment: .*none.py:Env: the file .* does not exist"):
-        load_environment(f"{tmp_path}/none.py:Env")
-
-
 def answer(path, row, name="Answers", **keys):
     """The error of a conversation with `row`, which is the second of two; in the first all is well."""
     rows = [{"prompt": "hello", "answer": ["fox", 1, True]}, {"prompt": "hello", **row}]

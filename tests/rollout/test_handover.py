@@ -151,8 +151,8 @@ def tied(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
-    """The head of a tied model comes with its embedding, from files too. A server that is killed while weights come is one line, soon."""
+def test_the_head_of_a_tied_model_comes_with_its_embedding(tied, tmp_path):
+    """From files too."""
     server, old, new = tied
     with SafetensorsReader(new) as reader:
         assert "lm_head.weight" not in reader.tensors
@@ -161,20 +161,7 @@ def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
         for folder in (old, new):
             sampler.update_weights(hf_stream(folder))
             close(sampler.log_probs(TEXT)[0], log_probs(folder, TEXT))
-
-    def stream():
-        for i, pair in enumerate(hf_stream(old)):
-            if i == 4:
-                server.kill()
-            yield pair
-
-    sampler.fleet.handover._bucket_bytes = 10_000
-    start, read = time.monotonic(), []
-    with pytest.raises(ServerError, match=r"/update_weights cannot be reached .*no server samples") as caught:
-        sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in stream())
-    assert server.url in str(caught.value) and "\n" not in str(caught.value)
-    assert time.monotonic() - start < 30 and len(read) == len(list(hf_stream(old)))
-    sampler.close()
+        sampler.close()
 
 
 @pytest.mark.nightly

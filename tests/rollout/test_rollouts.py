@@ -9,7 +9,7 @@ from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import RewardError
 from mrl.rollout.base import trajectories_to_batch
 from mrl.rollout.rollouts import ROUND, SERIES
-from tests.data.tiny_tokenizers import CHATML, make_tokenizer
+from tests.data.tiny_tokenizers import make_tokenizer
 from tests.rollout.environments import ByTokens, Says, make_prompts, make_rollouts, write_environments
 
 TOKENIZER = make_tokenizer()
@@ -219,16 +219,3 @@ def test_a_slow_environment_holds_its_own_part_alone(slow):
     assert [t.turns for t in made] == [3] * 4
     assert sorted([r.key.prompt for r in requests] for requests in sampler.rounds) == [[0, 1]] * 3 + [[2, 3]] * 3
     assert [t.text for t in made] == ["\n\n".join(["dog", *[f"dog {i} fox"] * 2]) for i in range(4)]
-
-
-def test_a_class_may_be_given(path):
-    class Two:
-        def reset(self, row):
-            return None
-
-        def step(self, text):
-            return None, 2, True
-
-    rollouts = make_rollouts(Says(TOKENIZER, "dog"), environment_class=Two, template=CHATML)
-    (t,) = rollouts.sample(make_prompts(ROWS[:1], TOKENIZER), step=0, samples=1)
-    assert t.reward == 2.0 and t.turns == 1 and t.finished and not rollouts.exact

@@ -160,7 +160,7 @@ def test_weights_that_do_not_come_are_an_error(says, why):
 
 def weights_that_do_not_come(says: bool) -> str:
     """says: whether the model's `load_weights` returns the names of what it has loaded."""
-    from tests.rollout.vllm_cases import sampler_of, stream
+    from tests.rollout.vllm_cases import error_of, sampler_of, stream
 
     with stand_in_vllm.installed() as vllm:
         vllm.names = ["a", "b", "c"]
@@ -172,9 +172,7 @@ def weights_that_do_not_come(says: bool) -> str:
             return loaded if says else None
 
         vllm.made[0].model.load_weights = load_weights
-        with pytest.raises(ServerError) as caught:
-            sampler.update_weights(stream(1.0))
-        return str(caught.value)
+        return error_of(lambda: sampler.update_weights(stream(1.0)))
 
 
 # ------------------------------------------------------------------------------------------------------ several processes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,13 @@ def requests(count: int) -> list[SampleRequest]:
     return [SampleRequest([10 + i], 4, SamplingParams(), SamplingKey(sample=i)) for i in range(count)]
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """What a call says that ends in an error of servers."""
+    with pytest.raises(ServerError) as caught:
+        call()
+    return str(caught.value)
+
+
 def requests_are_shared(tp: int, count: int) -> list[int]:
     """How many requests each rank's engine was given; all completions are on every rank, in order."""
     given: list[int] = []
@@ -65,18 +73,8 @@ def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
         engine, load = vllm.made[0], vllm.made[0].model.load_weights
         if dist.get_rank() == bad_rank:
             engine.model.load_weights = lambda weights: load(("faulty", t) if n == "b" else (n, t) for n, t in weights)
-        try:
-            sampler.update_weights(stream(1.0, "c", "d"))
-        except ServerError as error:
-            said = str(error)
-        else:
-            raise AssertionError("no error")
-        try:
-            sampler.sample(requests(2))
-        except ServerError as error:
-            assert "has no weights" in str(error)
-        else:
-            raise AssertionError("sampled from weights of which some are new")
+        said = error_of(lambda: sampler.update_weights(stream(1.0, "c", "d")))
+        assert "has no weights" in error_of(lambda: sampler.sample(requests(2))), "of which some are new"
         sampler.sleep()
         assert not engine.there, "the device's memory is free, for what is saved then"
         engine.model.load_weights = load
@@ -103,12 +101,7 @@ def generators_moved_by_a_failed_load() -> list[str]:
         before = {"trainer": trainer.states()}
         with actor.installed():
             before["actor"] = actor.states()
-        try:
-            sampler.update_weights(actors())
-        except ServerError:
-            pass
-        else:
-            raise AssertionError("no error")
+        error_of(lambda: sampler.update_weights(actors()))
         moved = ["trainer"] if trainer.drawn_since(before["trainer"]) else []
         with actor.installed():
             return moved + (["actor"] if actor.drawn_since(before["actor"]) else [])
@@ -120,12 +113,7 @@ def a_cache_without_memory_is_said_on_every_rank(bad_rank: int) -> list[str]:
         if dist.get_rank() == bad_rank:
             vllm.no_room = {"kv_cache"}
         sampler.update_weights(stream(1.0))
-        said = []
-        for ask in (sampler.wake, lambda: sampler.sample(requests(2))):
-            try:
-                ask()
-            except ServerError as error:
-                said.append(str(error))
+        said = [error_of(sampler.wake), error_of(lambda: sampler.sample(requests(2)))]
         sampler.sleep()
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
 
@@ -142,12 +130,8 @@ def weights_without_memory_are_said_on_every_rank(bad_rank: int, wakes: bool) ->
             vllm.made[0].model.load_weights = load
         elif dist.get_rank() == bad_rank:
             vllm.no_room = {"weights"}
-        said, weights = [], stream(1.0)
-        for ask in (lambda: sampler.update_weights(weights), lambda: sampler.sample(requests(2))):
-            try:
-                ask()
-            except ServerError as error:
-                said.append(str(error))
+        weights = stream(1.0)
+        said = [error_of(lambda: sampler.update_weights(weights)), error_of(lambda: sampler.sample(requests(2)))]
         assert next(weights, None) is None, "other ranks are in the stream, too"
         sampler.sleep()
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
@@ -157,11 +141,7 @@ def a_cache_of_old_weights_is_no_hand_over() -> str:
     with stand_in_vllm.installed() as vllm:
         sampler = sampler_of()
         vllm.keeps_cache = True
-        try:
-            sampler.update_weights(stream(1.0))
-        except ServerError as error:
-            return str(error)
-    raise AssertionError("it may sample")
+        return error_of(lambda: sampler.update_weights(stream(1.0)))
 
 
 def an_engine_is_of_its_process() -> list[tuple[str, ...]]:
@@ -193,11 +173,7 @@ def a_run_that_an_error_ends_waits_for_no_group() -> bool:
 def a_start_that_fails_names_its_rank() -> str:
     with stand_in_vllm.installed() as vllm:
         vllm.fails = "Free memory on device cuda:0 (1/2 GiB) on startup is less than desired\nand more"
-        try:
-            sampler_of()
-        except ServerError as error:
-            return str(error)
-    raise AssertionError("it started")
+        return error_of(sampler_of)
 
 
 def one_tensor_travels_at_a_time() -> list[int]:

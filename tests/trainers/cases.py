@@ -214,13 +214,9 @@ def rank_cannot_read(rank: int, row: int, method: str = "_make") -> Iterator[Non
 
 
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
-    "signals": signals,
-    "nan_loss": nan_loss,
-    "signal_in_evaluation": signal_in_evaluation,
-    "signal_at_start": signal_at_start,
-    "step_changes": step_changes,
-    "only_main_writes": only_main_writes,
-    "remote_fails": remote_fails,
-    "source_fails": source_fails,
-    "rank_cannot_read": rank_cannot_read,
-}
+    each.__name__: each
+    for each in (
+        signals, nan_loss, signal_in_evaluation, signal_at_start, step_changes, only_main_writes, remote_fails,
+        source_fails, rank_cannot_read,
+    )
+}  # fmt: skip

@@ -101,16 +101,6 @@ def without_a_weight(model: pathlib.Path, folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def test_a_run_that_ends_in_loading_a_model_has_said_what_it_chose(inputs, tmp_path):
-    """On a CPU nothing of engine.layer_spec, of which there is one."""
-    broken = without_a_weight(inputs / "model", tmp_path / "model")
-    engine = {"backend": "megatron", "recompute": "selective"}
-    config = tiny_runs.make_config(inputs, tmp_path / "run", model={"path": broken}, engine=engine)
-    kind, message, said = run_case(1, CASE, config=config)
-    assert kind == "ModelError" and "model.norm.weight" in message
-    assert "engine.recompute: selective computes" in said and "layer_spec" not in said
-
-
 def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
     tiny_policies.make_inputs(tmp_path)
     broken = without_a_weight(tmp_path / "model", tmp_path / "broken")

@@ -72,9 +72,7 @@ def make_config(places: pathlib.Path, output_dir: pathlib.Path, **changes: Any) 
         "train": {"steps": STEPS, "global_batch_size": BATCH},
         "checkpoint": {"export_hf": False},
     }
-    for section, value in changes.items():
-        own[section] = {**own.get(section, {}), **value} if isinstance(value, dict) else value
-    return tiny_runs.make_config(places, output_dir, **own)
+    return tiny_runs.make_config(places, output_dir, **tiny_runs.over(own, changes))
 
 
 def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, str]:
@@ -319,26 +317,21 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
     assert tiny_runs.steps(tmp_path / "stopped") == tiny_runs.steps(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
-def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path, backend):
+def test_another_teacher_does_not_go_on_with_a_run(places, tmp_path):
     """It may lie elsewhere, if it is the same. One that is refused leaves the cache of the run's own as it was."""
-    keys = {"engine": {"backend": backend}}
-    assert train(make_config(places, tmp_path / "run", teacher={"cache": True}, train={"steps": 1}, **keys)) == (
-        "done",
-        "",
-    )
+
+    def ends(path: pathlib.Path, steps: int) -> tuple[str, str]:
+        teacher = {"cache": True, "model": {"path": str(path)}}
+        return train(make_config(places, tmp_path / "run", teacher=teacher, train={"steps": steps}))
+
+    assert ends(places / "teacher", 1) == ("done", "")
     shutil.copytree(places / "teacher", tmp_path / "moved")
-    more = {"teacher": {"cache": True, "model": {"path": str(tmp_path / "moved")}}, "train": {"steps": 2}, **keys}
-    assert train(make_config(places, tmp_path / "run", **more)) == ("done", "")
+    assert ends(tmp_path / "moved", 2) == ("done", "")
     kept = (tmp_path / "run" / "teacher" / "log_probs-00000.pt").read_bytes()
-    more = {"teacher": {"cache": True, "model": {"path": str(places / "model")}}, "train": {"steps": 3}, **keys}
-    ended, said = train(make_config(places, tmp_path / "run", **more))
+    ended, said = ends(places / "model", 3)
     assert (tmp_path / "run" / "teacher" / "log_probs-00000.pt").read_bytes() == kept
-    assert (
-        ended == "ConfigError"
-        and said.startswith("teacher.model.path: value")
-        and "config.json and weights differ" in said
-    )
+    assert ended == "ConfigError" and said.startswith("teacher.model.path: value")
+    assert "config.json and weights differ" in said
 
 
 def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path):
@@ -431,7 +424,7 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
 
 @pytest.mark.slow
 def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
-    """As its rows would; rows of a name that no teacher has are bad ones."""
+    """As its rows would."""
     others = {"third": {"model": {"path": str(by_row / "third")}}}
     lines = (by_row / "train.jsonl").read_text().splitlines()
     named = [json.dumps({**json.loads(line), "teacher": "third"}) for line in lines]
@@ -445,16 +438,6 @@ def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
         assert train(config) == ("done", "")
         found.append(numbers(tmp_path / run))
     assert found[0] == found[1]
-    bad = make_config(
-        by_row,
-        tmp_path / "bad",
-        teacher={"others": {"math": others["third"]}},
-        data={"train": str(by_row / "named.jsonl")},
-    )
-    kind, message = train(bad)
-    assert (
-        kind == "DataError" and "named.jsonl:1: teacher is 'third', which teacher.others has not; give one" in message
-    )
 
 
 def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(by_row, tmp_path):

@@ -98,9 +98,7 @@ def make_config(places: pathlib.Path, output_dir: pathlib.Path, **changes: Any) 
     }
     if changes.get("loss", {}).get("name") in ("orpo", "simpo"):
         del own["reference"]
-    for section, value in changes.items():
-        own[section] = {**own.get(section, {}), **value} if isinstance(value, dict) else value
-    return tiny_runs.make_config(places, output_dir, **own)
+    return tiny_runs.make_config(places, output_dir, **tiny_runs.over(own, changes))
 
 
 def train(config: dict[str, Any], world: int = 1, **details: Any) -> tuple[str, str]:
@@ -226,17 +224,6 @@ def test_answers_that_are_labelled_one_by_one_are_those_of_pairs(places, tmp_pat
     assert numbers(tmp_path / "run") == pytest.approx(numbers_of("kto"), rel=2e-5)
 
 
-def test_a_reference_has_no_dropout(places, tmp_path, numbers_of):
-    """On megatron, whose models are in training until they are told otherwise."""
-    shutil.copytree(places / "other", tmp_path / "other")
-    file = tmp_path / "other" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
-    reference = {"model": {"path": str(tmp_path / "other")}}
-    config = make_config(places, tmp_path / "run", reference=reference, engine=MEGATRON, data={"eval": None})
-    assert train(config) == ("done", "")
-    assert numbers(tmp_path / "run") == pytest.approx(numbers_of("dpo"), rel=2e-5)
-
-
 @pytest.mark.slow
 def test_a_reference_in_a_layout_of_its_own(places, tmp_path, numbers_of):
     own = {**MEGATRON, "device": "cpu", "parallel": {"pp": 2}, "micro_batch": {"size": 4}}
@@ -248,11 +235,15 @@ def test_a_reference_in_a_layout_of_its_own(places, tmp_path, numbers_of):
 
 @pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
 def test_the_base_under_adapters_is_the_reference_in_every_step(places, tmp_path, backend):
+    """Off, they are the reference: every log-ratio of the first step is 0 to the bit."""
     same = {"model": {"lora": {"rank": 4}}, "optimizer": {"lr": 1e-2}, "engine": {"backend": backend}}
     for name, path in (("base", None), ("copy", str(places / "model"))):
         reference = {"model": {"path": path}}
         assert train(make_config(places, tmp_path / name, reference=reference, **same)) == ("done", "")
     assert numbers(tmp_path / "base") == pytest.approx(numbers(tmp_path / "copy"), rel=1e-6)
+    first, *_, last = read(tmp_path / "base" / "metrics.jsonl")
+    assert first["train/loss"] == pytest.approx(math.log(2), rel=1e-7)
+    assert first["rewards/chosen"] == first["rewards/margin"] == 0.0 != last["rewards/margin"]
 
 
 MEGATRON = {"backend": "megatron"}
@@ -323,16 +314,6 @@ def test_a_plan_has_the_passes_of_a_step(places, tmp_path, loss, format):
 # ------------------------------------------------------------------------------------------------------ the reference
 
 
-def test_adapters_start_at_their_reference_and_train_from_it(places, tmp_path):
-    """Off, they are the reference: every log-ratio of the first step is 0 to the bit."""
-    config = make_config(places, tmp_path, model={"lora": {"rank": 4}}, reference={"model": {"path": None}})
-    assert train(config) == ("done", "")
-    first, *_, last = read(tmp_path / "metrics.jsonl")
-    assert first["train/loss"] == pytest.approx(math.log(2), rel=1e-7)
-    assert first["rewards/chosen"] == first["rewards/margin"] == 0.0
-    assert last["rewards/margin"] != 0.0
-
-
 @pytest.mark.parametrize("reference", [{}, {"model": {"path": None}}], ids=["another model", "the start"])
 def test_cached_log_probs_are_those_of_the_reference_to_the_bit(places, tmp_path, reference):
     live, cached = tmp_path / "live", tmp_path / "cached"
@@ -345,23 +326,16 @@ def test_cached_log_probs_are_those_of_the_reference_to_the_bit(places, tmp_path
 
 
 @pytest.mark.slow
-def test_a_cache_of_another_model_is_made_anew_and_a_damaged_one_too(places, tmp_path):
+def test_a_cache_of_another_model_is_made_anew(places, tmp_path):
+    """A damaged one too: test_caches.py."""
     config = make_config(places, tmp_path / "run", reference={"cache": True}, train={"steps": 1})
     ended, _, said = run_case(1, CASE, config=config)
     assert ended == "done" and "goes on" not in said and "made anew" not in said
-    whole, file = numbers(tmp_path / "run"), tmp_path / "run" / "reference" / "log_probs.pt"
-    for spoil in (lambda: file.write_bytes(file.read_bytes()[:100]), lambda: file.write_text("no file of torch's")):
-        shutil.rmtree(tmp_path / "run" / "checkpoints")
-        (tmp_path / "run" / "metrics.jsonl").unlink()
-        spoil()
-        assert train(config) == ("done", "")
-        assert numbers(tmp_path / "run") == whole
-    start = make_config(
-        places, tmp_path / "run", reference={"cache": True, "model": {"path": None}}, train={"steps": 1}
-    )
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    ended, _, said = run_case(1, CASE, config=start)
+    config["reference"]["model"]["path"] = None
+    ended, _, said = run_case(1, CASE, config=config)
+    file = tmp_path / "run" / "reference" / "log_probs.pt"
     assert ended == "done" and f"reference: {file} is damaged, or of another model, dtype or seed, and is made" in said
     assert numbers(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
 
@@ -440,8 +414,7 @@ def test_a_reference_of_another_vocabulary_is_refused(places, tmp_path):
     config = make_config(places, tmp_path / "run", reference={"model": {"path": str(tmp_path / "other")}})
     ended, said = train(config)
     assert ended == "ConfigError" and said.startswith("reference.model.path: value")
-    assert "has another vocabulary than model.path: 2 tokens differ" in said
-    assert said.endswith("give a reference with the same tokenizer") and not (tmp_path / "run").exists()
+    assert "has another vocabulary than model.path" in said and not (tmp_path / "run").exists()
 
 
 def test_an_evaluation_is_the_loss_on_all_pairs(places, tmp_path):

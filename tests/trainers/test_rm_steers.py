@@ -18,34 +18,17 @@ TOKENS = [*"0123456789+= ", "user", "assistant", "system"]
 PAIRS, HELD_OUT, LONGEST = 1024, 128, 12
 
 
-def digits(answer: str) -> int:
-    return sum(character.isdigit() for character in answer)
-
-
 def longer(rng: random.Random) -> tuple[list[str], list[str]]:
     """A longer answer and a shorter one, whatever they say."""
     short, long = (["1", *rng.choices(TOKENS, k=n - 1)] for n in sorted(rng.sample(range(1, LONGEST + 1), 2)))
     return long, short
 
 
-def of_more_digits(rng: random.Random) -> tuple[list[str], list[str]]:
-    """Two answers of one length, of which the first has more digits."""
-    length = rng.randint(2, LONGEST)
-    few, many = sorted(rng.sample(range(length + 1), 2))
-    made = [rng.choices("0123456789", k=n) + rng.choices(TOKENS[10:], k=length - n) for n in (many, few)]
-    for answer in made:
-        rng.shuffle(answer)
-    return made[0], made[1]
-
-
-PLANTED = {"longer": longer, "digits": of_more_digits}
-
-
-def pairs(path: pathlib.Path, count: int, seed: int, planted: str) -> str:
-    """Writes pairs whose chosen answer has what is planted."""
+def pairs(path: pathlib.Path, count: int, seed: int) -> str:
+    """Writes pairs whose chosen answer is longer."""
     rng, lines = random.Random(seed), []
     for _ in range(count):
-        chosen, rejected = PLANTED[planted](rng)
+        chosen, rejected = longer(rng)
         numbers = [rng.randrange(100) for _ in range(rng.randint(1, 3))]
         prompt = "+".join(map(str, numbers)) + "="
         lines.append(json.dumps({"prompt": prompt, "chosen": "".join(chosen), "rejected": "".join(rejected)}) + "\n")
@@ -53,15 +36,13 @@ def pairs(path: pathlib.Path, count: int, seed: int, planted: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "planted", [pytest.param("longer", marks=pytest.mark.slow), pytest.param("digits", marks=pytest.mark.nightly)]
-)
-def test_a_reward_model_of_planted_preferences_orders_held_out_pairs_and_steers_ppo(tmp_path, planted):
+@pytest.mark.slow
+def test_a_reward_model_of_planted_preferences_orders_held_out_pairs_and_steers_ppo(tmp_path):
     for name, make in (("rows", tiny_runs.make_inputs), ("policies", tiny_policies.make_inputs)):
         (tmp_path / name).mkdir()
         make(tmp_path / name)
-    train = pairs(tmp_path / "train.jsonl", PAIRS, 0, planted)
-    held_out = pairs(tmp_path / "eval.jsonl", HELD_OUT, 1, planted)
+    train = pairs(tmp_path / "train.jsonl", PAIRS, 0)
+    held_out = pairs(tmp_path / "eval.jsonl", HELD_OUT, 1)
     config = tiny_runs.make_config(
         tmp_path / "rows", tmp_path / "rm", engine={"micro_batch": {"size": 64}}, loss={"name": "bradley_terry"},
         optimizer={"lr": 5e-3, "warmup_steps": 5, "weight_decay": 0.0}, data={"train": train, "eval": held_out},
@@ -79,9 +60,4 @@ def test_a_reward_model_of_planted_preferences_orders_held_out_pairs_and_steers_
     assert run_case(1, "tests.trainers.rl.cases:train", config=ppo)[:2] == ("done", "")
     rows = [row for row in read(tmp_path / "rl" / "metrics.jsonl") if "reward/mean" in row]
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 2
-    if planted == "longer":
-        assert rows[-1]["rollout/response_length"] > rows[0]["rollout/response_length"] + 1
-        return
-    first, *_, last = tiny_policies.samples_of(tmp_path / "rl").values()
-    before, after = (sum(digits(sample["completion"]) for sample in part) / len(part) for part in (first, last))
-    assert after > before + 2
+    assert rows[-1]["rollout/response_length"] > rows[0]["rollout/response_length"] + 1

@@ -125,14 +125,6 @@ def test_a_first_batch_without_images_passes_the_guards(folder, tmp_path):
     assert len(tiny_runs.steps(tmp_path)) == 2
 
 
-def test_a_broken_image_stops_the_run_with_its_row(folder, tmp_path):
-    (folder / "broken.jsonl").write_text(json.dumps({"messages": [
-        {"role": "user", "content": [{"type": "image", "path": "images/gone.png"}]}, {"role": "assistant", "content": "?"},
-    ]}) + "\n")  # fmt: skip
-    kind, message = train(config(folder, tmp_path, data={"train": str(folder / "broken.jsonl")}))
-    assert kind == "DataError" and message.startswith(f"{folder}/broken.jsonl:1: messages[0].content[0].path: ")
-
-
 def test_other_sizes_of_images_are_another_model(folder, tmp_path):
     """The checkpoint's position and tokens would mean something else."""
     model = tmp_path / "model"
@@ -184,9 +176,7 @@ def preference_config(folder: pathlib.Path, output_dir: pathlib.Path, loss: str,
         "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0},
         "train": {"steps": STEPS, "global_batch_size": 4}, "checkpoint": {"export_hf": False},
     }  # fmt: skip
-    for section, value in changes.items():
-        own[section] = {**own.get(section, {}), **value}
-    return tiny_runs.make_config(folder, output_dir, **own)
+    return tiny_runs.make_config(folder, output_dir, **tiny_runs.over(own, changes))
 
 
 def preference_numbers(folder: pathlib.Path, name: str) -> list[float]:
@@ -255,26 +245,14 @@ def test_pairs_with_images_train_as_transformers_does(pairs, tmp_path, name, wor
     assert numbers(tmp_path) == pytest.approx(preference_numbers(pairs, name), rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            {"chosen": [{"role": "assistant", "content": [{"type": "image", "path": "images/1.png"}]}]},
-            "has an image in an",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image", "path": "images/gone.png"}]}]},
-            "there is no such file",
-        ),
-    ],
-)
-def test_bad_pairs_with_images_are_one_line(pairs, change, says):
-    row = {**json.loads((pairs / "pairs.jsonl").read_text().splitlines()[0]), **change}
+def test_an_image_in_an_answer_is_one_line(pairs):
+    row = json.loads((pairs / "pairs.jsonl").read_text().splitlines()[0])
+    row["chosen"] = [{"role": "assistant", "content": [{"type": "image", "path": "images/1.png"}]}]
     (pairs / "bad.jsonl").write_text(json.dumps(row) + "\n")
     vision = load_vision(str(pairs / "model"), read_hf_config(pairs / "model"))
     data = PreferenceDataConfig(train=str(pairs / "bad.jsonl"), max_length=128)
     dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(pairs / "model"), paired=True, vision=vision)
-    with pytest.raises(DataError, match=f"bad.jsonl:1: .*{says}"):
+    with pytest.raises(DataError, match="bad.jsonl:1: .*has an image in an"):
         dataset.load(0)
 
 

@@ -74,12 +74,3 @@ def test_the_loss_is_the_weighted_sum_over_the_weights(inputs, tmp_path, layout)
     made, (world, engine) = rows(), LAYOUTS[layout]
     expected = by_hand(inputs, made)
     assert step(inputs, tmp_path / "weighted", made, world, engine) == pytest.approx(expected, rel=1e-5)
-
-
-def test_weight_2_is_a_row_twice(inputs, tmp_path):
-    first, second = [{"messages": row["messages"]} for row in (rows()[0], rows()[3])]
-    world, engine = LAYOUTS["fsdp"]
-    weighted = step(inputs, tmp_path / "weighted", [first | {"weight": 2}, second], world, engine)
-    assert weighted == pytest.approx(step(inputs, tmp_path / "twice", [first, first, second], world, engine), rel=1e-6)
-    both = step(inputs, tmp_path / "both", [first | {"weight": 3}, second | {"weight": 3}], world, engine)
-    assert both == pytest.approx(step(inputs, tmp_path / "plain", [first, second], world, engine), rel=1e-6)

@@ -56,6 +56,11 @@ def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, **changes: Any) 
         "train": {"steps": 8, "global_batch_size": BATCH},
         "log": {"console": "plain"},
     }
+    return over(config, changes)
+
+
+def over(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Whole sections over those of a config, merged key by key."""
     for section, value in changes.items():
         config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
     return config

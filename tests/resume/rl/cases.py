@@ -119,8 +119,8 @@ def writes(place: str, step: int, path: str, text: str) -> Iterator[None]:
 
 
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
-    "signals": signals,
-    "writes": writes,
-    "crash": crash,
-    "nan_loss": nan_loss,
-}
+    each.__name__: each
+    for each in (
+        signals, writes, crash, nan_loss,
+    )
+}  # fmt: skip

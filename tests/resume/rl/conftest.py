@@ -1,5 +1,7 @@
 """Inputs of all tests here, made once, and runs that nothing happened to, made once each."""
 
+import functools
+
 import pytest
 
 from tests.resume.rl import rl_runs
@@ -13,13 +15,11 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def unharmed(inputs, tmp_path_factory):
     """Name of a run -> the folder of the whole of it."""
-    made = {}
 
+    @functools.cache
     def of(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp("unharmed") / "run"
-            rl_runs.finish(rl_runs.make_config(inputs, folder, name), rl_runs.RUNS[name][0])
-            made[name] = folder
-        return made[name]
+        folder = tmp_path_factory.mktemp("unharmed") / "run"
+        rl_runs.finish(rl_runs.make_config(inputs, folder, name), rl_runs.RUNS[name][0])
+        return folder
 
     return of

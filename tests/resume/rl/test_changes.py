@@ -1,7 +1,6 @@
 """Config, model, layout and checkpoints that changed between save and resume."""
 
-import json
-import pathlib
+import functools
 import shutil
 
 import pytest
@@ -10,66 +9,22 @@ from tests.config.test_load import merged
 from tests.engine.tiny import relative_l2
 from tests.resume import runs
 from tests.resume.rl import rl_runs
-from tests.resume.test_refused import flip, shard, snapshot
+from tests.resume.test_refused import flip, shard
 
 
 @pytest.fixture(scope="module")
 def stopped(inputs, tmp_path_factory):
     """Name of a run -> its folder, stopped after step 6, with checkpoints after steps 3 and 6."""
-    made = {}
 
+    @functools.cache
     def of(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp("stopped") / "run"
-            config = rl_runs.make_config(inputs, folder, name, checkpoint={"keep": 3})
-            ended, message, _ = rl_runs.train(config, rl_runs.RUNS[name][0], happening="signals", place="step", step=6)
-            assert ended == "stopped", message
-            made[name] = folder
-        return made[name]
+        folder = tmp_path_factory.mktemp("stopped") / "run"
+        config = rl_runs.make_config(inputs, folder, name, checkpoint={"keep": 3})
+        ended, message, _ = rl_runs.train(config, rl_runs.RUNS[name][0], happening="signals", place="step", step=6)
+        assert ended == "stopped", message
+        return folder
 
     return of
-
-
-def nested(dotted, value):
-    for name in reversed(dotted.split(".")):
-        value = {name: value}
-    return value
-
-
-BREAKING = {"critic.optimizer.lr": (0.5, "0.005"), "rollout.temperature": (0.5, "1.0")}
-"""Two of them; each key that may not change is in tests/config/test_resume.py."""
-
-
-@pytest.mark.parametrize("key", BREAKING)
-def test_a_change_that_breaks_the_run_is_refused_with_both_values(inputs, stopped, key):
-    value, before = BREAKING[key]
-    files = snapshot(stopped("ppo"))
-    config = merged(rl_runs.make_config(inputs, stopped("ppo"), "ppo", checkpoint={"keep": 3}), nested(key, value))
-    ended, message, _ = rl_runs.train(config, 2)
-    shown = value if isinstance(value, str) else json.dumps(value)
-    assert ended == "ConfigError" and message.startswith(f"{key}: value ") and "\n" not in message, (ended, message)
-    assert shown in message and before in message, message
-    assert snapshot(stopped("ppo")) == files
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"algorithm": {"name": "grpo", "kl_target": 0}, "critic": {}}, "algorithm.name"),
-        ({"algorithm": {"kl_in": "none", "kl_coef": None, "kl_target": None, "kl_gain": None}}, "algorithm.kl_in"),
-    ],
-    ids=["no critic", "no reference"],
-)
-def test_another_set_of_roles_is_refused(inputs, stopped, tmp_path, change, key):
-    """From a checkpoint by its name, in a run of its own; nothing is written there."""
-    checkpoint = {"resume": str(runs.newest(stopped("ppo")))}
-    config = merged(rl_runs.make_config(inputs, tmp_path / "new", "ppo", checkpoint=checkpoint), change)
-    if not change.get("critic", True):
-        del config["critic"], config["algorithm"]["kl_target"], config["algorithm"]["kl_gain"]
-    ended, message, _ = rl_runs.train(config, 2)
-    assert ended in ("ConfigError", "CheckpointError") and "\n" not in message, (ended, message)
-    assert key in message or "role" in message, message
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
@@ -120,50 +75,11 @@ def test_goes_on_in_another_layout(inputs, stopped, unharmed, tmp_path, layouts)
         assert relative_l2(tensor, weights[name]) < 1e-4, name
 
 
-def damage_trainer(checkpoint):
-    flip(checkpoint / "trainer.pt")
-
-
-def damage_critic(checkpoint):
-    flip(shard(checkpoint / "critic"))
-
-
-def lose_actor(checkpoint):
-    shutil.rmtree(checkpoint / "actor")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage", [damage_trainer, *(pytest.param(d, marks=pytest.mark.nightly) for d in (damage_critic, lose_actor))]
-)
-def test_a_damaged_checkpoint_is_passed_over(inputs, stopped, unharmed, tmp_path, damage):
-    """In whichever role the damage is: nothing of the newest is used, and the run from the one before is the same run."""
+def test_a_damaged_checkpoint_is_passed_over(inputs, stopped, unharmed, tmp_path):
+    """In one role of it: nothing of the newest is used, and the run from the one before is the same run."""
     shutil.copytree(stopped("ppo"), tmp_path / "run")
-    damage(runs.newest(tmp_path / "run"))
+    flip(shard(runs.newest(tmp_path / "run") / "critic"))
     said = rl_runs.finish(rl_runs.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"keep": 3}), 2)
     assert "step_00000003, after step 3" in said, said
     runs.assert_same_result(tmp_path / "run", unharmed("ppo"))
-
-
-def test_all_damaged_is_refused(inputs, stopped, tmp_path):
-    shutil.copytree(stopped("grpo"), tmp_path / "run")
-    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step_*"):
-        damage_trainer(checkpoint)
-    files = snapshot(tmp_path / "run")
-    ended, message, _ = rl_runs.train(rl_runs.make_config(inputs, tmp_path / "run", "grpo", checkpoint={"keep": 3}), 1)
-    assert ended == "CheckpointError" and "is whole" in message and snapshot(tmp_path / "run") == files, message
-
-
-def test_the_run_of_another_command_is_refused(inputs, stopped, tmp_path):
-    """`mrl sft` in this folder, and on a checkpoint of several roles."""
-    sft = {
-        "model": {"path": str(inputs / "plain"), "dtype": "float32"}, "seed": 3,
-        "data": {"train": str(inputs / "train.jsonl"), "columns": {"answer": "completion"}, "max_length": 64},
-        "engine": {"device": "cpu"}, "train": {"steps": 8, "global_batch_size": 4}, "log": {"console": "plain"},
-    }  # fmt: skip
-    ended, message, _ = runs.train({**sft, "output_dir": str(stopped("grpo"))}, 1)
-    assert ended == "ConfigError" and message.startswith("output_dir: value ") and "`mrl ppo`" in message, message
-    checkpoint = {"resume": str(runs.newest(stopped("grpo")))}
-    ended, message, _ = runs.train({**sft, "output_dir": str(tmp_path / "new"), "checkpoint": checkpoint}, 1)
-    assert ended in ("CheckpointError", "ConfigError") and "\n" not in message and "mrl ppo" in message, message
-    assert not pathlib.Path(tmp_path / "new").exists()

@@ -90,22 +90,3 @@ def test_a_run_that_broke_off_before_its_first_save_begins_again(inputs, unharme
     assert [row["step"] for row in runs.steps(tmp_path / "run")] == [0, 1]
     rl_runs.finish(config, 1)
     runs.assert_same_run(tmp_path / "run", unharmed("grpo"))
-
-
-def test_lines_that_were_made_again_are_there_once(unharmed):
-    for name in ("ppo", "grpo"):
-        assert [row["step"] for row in runs.steps(unharmed(name))] == list(range(rl_runs.STEPS + 1))
-
-
-def test_a_run_that_is_raised_is_the_longer_run(inputs, tmp_path):
-    """With constant rates, bit by bit; the finished run's export gives way."""
-    constant = {"optimizer": {"schedule": "constant", "warmup_steps": 0}}
-
-    def config(folder, steps):
-        train = {"eval_every": 4, "steps": steps}
-        return rl_runs.make_config(inputs, tmp_path / folder, "grpo", actor=constant, train=train)
-
-    rl_runs.finish(config("run", 4), 1)
-    assert "train.steps: 4 at the save, 8 now" in rl_runs.finish(config("run", 8), 1)
-    rl_runs.finish(config("once", 8), 1)
-    runs.assert_same_result(tmp_path / "run", tmp_path / "once")

@@ -254,19 +254,10 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
 
 
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
-    "critic_is_exported": critic_is_exported,
-    "sampler_is_off": sampler_is_off,
-    "role_has_other_weights": role_has_other_weights,
-    "advantages_are_off": advantages_are_off,
-    "steps_are_counted": steps_are_counted,
-    "old_log_probs_come_first": old_log_probs_come_first,
-    "forwards_are_counted": forwards_are_counted,
-    "signal_in_evaluation": signal_in_evaluation,
-    "references_are_saved": references_are_saved,
-    "step_changes": step_changes,
-    "killed_at": killed_at,
-    "hurried_at": hurried_at,
-    "server_comes_back": server_comes_back,
-    "steps_take": steps_take,
-    "reward_model_fails": reward_model_fails,
-}
+    each.__name__: each
+    for each in (
+        critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
+        old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
+        killed_at, hurried_at, server_comes_back, steps_take, reward_model_fails,
+    )
+}  # fmt: skip

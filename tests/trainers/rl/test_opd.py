@@ -14,6 +14,7 @@ from mrl.config.ppo_checks import REWARD_METRICS
 from tests.engine.harness import run_case
 from tests.tiers import in_tiers, nightly_but
 from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.test_by_hand import log_probs_and_entropy
 from tests.trainers.rl.test_layouts import FSDP, MEGATRON, check_equal, run_once  # noqa: F401  # a fixture
 from tests.trainers.rl.tiny_policies import SEQUENCES, make_config
 from tests.trainers.test_teacher_server import answering
@@ -25,13 +26,6 @@ def train(config, world=1, ended="done", **kwargs):
     found = run_case(world, "tests.trainers.rl.cases:train", config=config, **kwargs)
     assert found[0] == ended, found
     return found
-
-
-def log_probs(model, row):
-    """Of the sampled tokens of a sequence, at the sampler's temperature."""
-    tokens = torch.tensor(row["tokens"])
-    found = torch.log_softmax(model(input_ids=tokens[None, :-1]).logits[0] / TEMPERATURE, -1)
-    return found.gather(1, tokens[1:, None])[:, 0][torch.tensor(row["mask"][1:]) == 1]
 
 
 def test_a_step_is_the_policy_gradient_of_the_reverse_kl(inputs, tmp_path):
@@ -48,9 +42,9 @@ def test_a_step_is_the_policy_gradient_of_the_reverse_kl(inputs, tmp_path):
     student.get_input_embeddings().padding_idx = None  # a pad token that was sampled trains like any other
     total, tokens, kls = 0.0, 0, []
     for row in rows:
-        of_student = log_probs(student, row)
+        of_student, _ = log_probs_and_entropy(student, row)
         with torch.no_grad():
-            advantages = log_probs(teacher, row) - of_student
+            advantages = log_probs_and_entropy(teacher, row)[0] - of_student
         assert row["reward"] == 0 and row["advantage"] == pytest.approx(float(advantages.mean()), abs=1e-5)
         if row["advantages"] is not None:
             assert row["advantages"][-len(advantages) :] == pytest.approx(advantages.tolist(), abs=2e-5)
@@ -61,15 +55,6 @@ def test_a_step_is_the_policy_gradient_of_the_reverse_kl(inputs, tmp_path):
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=2e-5)
     assert metrics["actor/sequence_kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-5)
     assert metrics["actor/kl_coef"] == 1 and not set(metrics) & set(REWARD_METRICS)
-
-
-@pytest.mark.slow
-def test_a_student_that_is_its_teacher_does_not_move(inputs, tmp_path):
-    reference = {"model": {"path": str(inputs / "model")}}
-    config = make_config(inputs, tmp_path / "run", "opd", reference=reference, train={"guards": False})
-    train(config)
-    first, _ = tiny_policies.metrics_of(tmp_path / "run")
-    assert (first["train/loss"], first["train/grad_norm"], first["actor/kl"]) == (0, 0, 0)
 
 
 SAMPLED = [  # layout, student, engines of actor and teacher
