@@ -27,9 +27,11 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
+from mrl.rollout.vllm import VLLMServer
 from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.launched import LaunchedRollouts
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
 
@@ -239,6 +241,27 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hurried_at_take(step: int) -> Iterator[None]:
+    """The rollout that `step` is the first to train on gets no answers. SIGTERM comes twice as the trainer waits for it,
+    once those after it are whole."""
+
+    def hang(server: VLLMServer, request: SampleRequest, **_: Any) -> None:
+        if request.key.step == step:
+            server.http.post("/hang", tries=1)
+
+    def hurry(launched: LaunchedRollouts) -> None:
+        if launched._launched[0].iteration * launched._steps + 1 == step:
+            for later in list(launched._launched)[1:]:
+                later.future.result()
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    take = before(VLLMServer, "complete", hang), before(LaunchedRollouts, "_wait", hurry)
+    with take[0], take[1], mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "critic_is_exported": critic_is_exported,
     "sampler_is_off": sampler_is_off,
@@ -252,6 +275,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "step_changes": step_changes,
     "killed_at": killed_at,
     "hurried_at": hurried_at,
+    "hurried_at_take": hurried_at_take,
     "steps_take": steps_take,
     "reward_model_fails": reward_model_fails,
 }
