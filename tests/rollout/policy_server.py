@@ -81,6 +81,8 @@ class PolicyServer:
                 return None
             with self.lock:
                 return {"choices": [complete(model, body)]}
+        if path == "/hang":
+            time.sleep(600)
         if path == "/v1/load_lora_adapter":
             base = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
             adapted = PeftModel.from_pretrained(base, body["lora_path"]).merge_and_unload().eval()

@@ -28,9 +28,11 @@ from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
+from mrl.rollout.vllm import VLLMServer
 from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.launched import LaunchedRollouts
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
 
@@ -253,11 +255,32 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hurried_at_take(step: int) -> Iterator[None]:
+    """The rollout that `step` is the first to train on gets no answers. SIGTERM comes twice as the trainer waits for it,
+    once those after it are whole."""
+
+    def hang(server: VLLMServer, request: SampleRequest, **_: Any) -> None:
+        if request.key.step == step:
+            server.http.post("/hang", tries=1)
+
+    def hurry(launched: LaunchedRollouts) -> None:
+        if launched._launched[0].iteration * launched._steps + 1 == step:
+            for later in list(launched._launched)[1:]:
+                later.future.result()
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    take = before(VLLMServer, "complete", hang), before(LaunchedRollouts, "_wait", hurry)
+    with take[0], take[1], mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     each.__name__: each
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
-        killed_at, hurried_at, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
     )
 }  # fmt: skip

@@ -107,19 +107,22 @@ def two_ahead(inputs, tmp_path_factory):
 def two_groups(inputs, tmp_path_factory):
     """The folder of an unbroken run at level 2, with whole weights on three servers."""
     folder = tmp_path_factory.mktemp("two_groups") / "run"
-    with three_servers(inputs, folder) as config:
+    with running(inputs, folder, "two_groups") as (config, _):
         train(config)
     return folder
 
 
+RUNS = {"whole": {}, "two_ahead": ADAPTERS, "two_groups": GROUPS}
+
+
 @contextlib.contextmanager
-def three_servers(inputs, output_dir):
-    """The config of a run at level 2 with whole weights: the first and the third server are a group."""
-    servers = [Running(inputs / "model") for _ in range(3)]
+def running(inputs, output_dir, run, seconds=0.0):
+    """The config of one of RUNS, and its servers: of `two_groups` the first and the third are a group."""
+    servers = [Running(inputs / "model", seconds) for _ in range(3 if run == "two_groups" else 1)]
     try:
-        config = config_of(inputs, output_dir, servers[0], **GROUPS)
+        config = config_of(inputs, output_dir, servers[0], **RUNS[run])
         config["rollout"]["server"]["urls"] = [server.url for server in servers]
-        yield config
+        yield config, servers
     finally:
         for server in servers:
             server.close()
@@ -192,13 +195,11 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, whole, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_order_of_answers_changes_nothing(inputs, whole, tmp_path):
-    running = Running(inputs / "model", seconds=-0.2)  # a random wait of at most this
-    try:
-        train(config_of(inputs, tmp_path / "run", running))
-    finally:
-        running.close()
-    assert made_of(tmp_path / "run") == made_of(whole)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_order_of_answers_changes_nothing(inputs, request, tmp_path, run):
+    with running(inputs, tmp_path / "run", run, seconds=-1.0) as (config, _):  # a random wait of at most this
+        train(config)
+    assert made_of(tmp_path / "run") == made_of(request.getfixturevalue(run))
 
 
 @pytest.mark.slow
@@ -265,7 +266,7 @@ def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahe
 
 @pytest.mark.slow
 def test_groups_of_servers_go_on_to_the_same_bits(inputs, two_groups, tmp_path):
-    with three_servers(inputs, tmp_path / "run") as config:
+    with running(inputs, tmp_path / "run", "two_groups") as (config, _):
         train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
         train(config)
     assert made_of(tmp_path / "run") == made_of(two_groups)
