@@ -57,6 +57,21 @@ def join_processes(device_type: str, world: tuple[dist.Store, int, int] | None =
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
+def split_world(last: int, device_type: str) -> tuple[bool, dist.Store]:
+    """Makes a world of the last ranks of RANK and WORLD_SIZE, and one of the others. Joins the one of this rank.
+
+    RANK and WORLD_SIZE are those of its world afterwards. Returns whether it is one of the last, and the store of all.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    first = size - last
+    is_last = rank >= first
+    own_rank, own_size = (rank - first, last) if is_last else (rank, first)
+    os.environ |= {"RANK": str(own_rank), "WORLD_SIZE": str(own_size)}
+    prefix = "last" if is_last else "first"
+    join_processes(device_type, world=(dist.PrefixStore(prefix, store), own_rank, own_size))
+    return is_last, store
+
+
 def wait_for_all() -> None:
     """Waits for all processes on the host. A barrier over NCCL would occupy the GPUs too."""
     all_ranks().gather(None)

@@ -64,6 +64,7 @@ class Server(abc.ABC):
     most_rank: int | None = None  # the largest rank of its adapters; None if it does not say
     most_adapters: int | None = None  # that it samples with at a time; None if it does not say
     how_to_adapt: str  # the options that a server needs for adapters
+    vocab_size: int | None = None  # of the actor's model; None if unknown
     takes_all = False  # `sample_all` wants all requests of a rollout at once
 
     def __init__(self, http: HttpClient) -> None:
@@ -116,6 +117,9 @@ class Server(abc.ABC):
             what = (
                 f"gave {len(tokens)} tokens and {len(log_probs)} log-probs for at most {request.max_new_tokens} tokens"
             )
+        elif self.vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            odd = max(tokens) if min(tokens) >= 0 else min(tokens)
+            what = f"gave the token {odd}, and the actor's model has {self.vocab_size}; does it serve that model?"
         elif not all(map(math.isfinite, log_probs)):
             what = "gave a log-prob that is not finite; its weights or its dtype may be at fault"
         elif not completion.finished and len(tokens) < request.max_new_tokens:

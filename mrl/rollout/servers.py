@@ -53,6 +53,7 @@ class Fleet:
     - server: the kind of server
     - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
     - max_length: tokens of the longest sequence
+    - vocab_size: of the actor's model
     - device: the actor's
     - adapted: the actor, if `send` gets adapters alone and servers hold the base; None if it gets all weights
     - ahead: the rollouts that are sampled while others train. `samplers` has one for each, behind one of the newest
@@ -73,6 +74,7 @@ class Fleet:
         adapted: AdapterTraining | None,
         ahead: int = 0,
         say: Callable[[str], None] = lambda line: None,
+        vocab_size: int | None = None,
     ) -> None:
         self._config, self.concurrency, self.takes_adapters = config, config.concurrency, adapted is not None
         self._max_length, self._ahead, self._say = max_length, ahead, say
@@ -83,6 +85,8 @@ class Fleet:
         self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
         self.away: dict[str, ServerError] = {}  # why servers are left out
         self._lock = threading.Lock()
+        for each in self._servers:
+            each.vocab_size = vocab_size
         self._servers.map(self._inspect)
         self.handover: WeightSync
         if adapted is None:
@@ -365,6 +369,7 @@ class ServerSampler(Sampler):
         adapted: AdapterTraining | None = None,
         ahead: int = 0,
         say: Callable[[str], None] = lambda line: None,
+        vocab_size: int | None = None,
     ) -> None:
         self._config, self._probe, self._adapted = config, probe, adapted
         self._is_main, self._on_main = is_main, on_main
@@ -374,7 +379,7 @@ class ServerSampler(Sampler):
         def start() -> None:
             self._fleet = Fleet(
                 self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted,
-                ahead=ahead, say=say,
+                ahead=ahead, say=say, vocab_size=vocab_size,
             )  # fmt: skip
 
         on_main(start)

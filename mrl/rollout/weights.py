@@ -84,8 +84,6 @@ class WeightFolders:
             for other in self.root.iterdir():
                 if _FOLDER.fullmatch(other.name) and other not in folders:
                     shutil.rmtree(other)
-            if not any(self.root.iterdir()) and not self.root.is_symlink():
-                self.root.rmdir()
 
 
 def _why_not(act: Callable[[], None]) -> OSError | None:

@@ -61,6 +61,10 @@ OF_ROLLOUTS = (
         "trainers/rl/launched.py",
         BROKE_OFF,
         ("data = broken[0].position if broken else", "data = broken[0].position if False else"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        "trainers/rl/test_launched_kills.py::test_no_prompt_is_lost_and_none_is_trained_twice[two_ahead]",
         ("        if self._closing:\n            return None\n", ""),
         ("            if not broken:\n", "            if launch.future.exception() is None:\n"),
     ),
@@ -83,8 +87,12 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/trainer.py",
-        (f"{AHEAD}metrics_say_how_old_the_weights_are", f"{AHEAD}fewer_steps_end_with_an_evaluation_and_a_save"),
+        f"{AHEAD}the_order_of_answers_changes_nothing[whole]",
         ("if self.launched is not None and self.launched.in_flight and due:", "if False:"),
+    ),
+    *_of(
+        "trainers/rl/trainer.py",
+        (f"{AHEAD}metrics_say_how_old_the_weights_are", f"{AHEAD}fewer_steps_end_with_an_evaluation_and_a_save"),
         ("            self.launched.drop()", "            pass"),
     ),
     *_of(
@@ -115,7 +123,6 @@ OF_ROLLOUTS = (
         "trainers/rl/rollout_ranks.py",
         "trainers/rl/test_rollout_ranks.py",
         ("            self._engine.load_hf(path)\n", "            pass\n"),
-        ("(rank - first, ranks) if samples", "(rank, ranks) if samples"),
         ("ParallelConfig(tp=config.rollout.server.tp)", "ParallelConfig()"),
     ),
     *_of(

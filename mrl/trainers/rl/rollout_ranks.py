@@ -19,15 +19,13 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-import torch.distributed as dist
-
 from mrl.algorithms.configured import check_algorithm
 from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs
 from mrl.config.schema import ParallelConfig
 from mrl.data.tokenizer import load_tokenizer
-from mrl.engine.collective import JOIN_TIMEOUT, call_on_every_rank, is_main, join_processes, on_main
+from mrl.engine.collective import call_on_every_rank, is_main, on_main, split_world
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import UserError
@@ -49,14 +47,7 @@ def join_worlds(config: PPOConfig) -> str | None:
 
     On a sampling rank it samples until the trainer ends it, and returns None.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-    ranks, device = config.rollout.ranks, device_type(config.actor.engine.device)
-    first = size - ranks
-    samples = rank >= first
-    own_rank, own_size = (rank - first, ranks) if samples else (rank, first)
-    os.environ |= {"RANK": str(own_rank), "WORLD_SIZE": str(own_size)}
-    prefix = "rollout" if samples else "trainer"
-    join_processes(device, world=(dist.PrefixStore(prefix, store), own_rank, own_size))
+    samples, store = split_world(config.rollout.ranks, device_type(config.actor.engine.device))
     if not samples:
         return store.get(ADDRESS).decode()
     with StopSignal():  # the trainer answers signals, and may need the rollout that is under way
@@ -64,7 +55,7 @@ def join_worlds(config: PPOConfig) -> str | None:
     return None
 
 
-def _serve(config: PPOConfig, store: dist.Store) -> None:
+def _serve(config: PPOConfig, store: Any) -> None:
     """Answers calls until one ends it. Collective over the sampling ranks."""
     calls: _Calls | None = None
     if is_main():

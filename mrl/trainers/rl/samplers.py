@@ -36,6 +36,7 @@ from mrl.rollout.vllm_local import VLLMSampler
 from mrl.rollout.weights import weights_dir
 from mrl.trainers.common import say_all
 from mrl.trainers.trainer import Trainer
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler, "native": RankSampler}
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
@@ -94,6 +95,7 @@ def make_sampler(
         adapted=AdapterTraining(folder, lora) if lora is not None and rollout.server.lora == "adapter" else None,
         ahead=ahead,
         say=say,
+        vocab_size=vocab_size_of(read_hf_config(folder)),
     )
 
 

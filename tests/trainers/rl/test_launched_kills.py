@@ -95,7 +95,7 @@ def test_no_prompt_is_lost_and_none_is_trained_twice(inputs, request, tmp_path, 
     """Over a rollout that is given up as the trainer waits for it, a SIGKILL, and more steps than at first."""
     expected = request.getfixturevalue(run)
     with running(inputs, tmp_path / "run", run) as (config, _):
-        few = tiny_policies.merge(config, {"train": {"steps": 6}})
+        few = tiny_policies.merge(config, {"train": {"steps": config["train"]["steps"] - PER_ITERATION}})
         no_saves = {"checkpoint": {"every": 20}}  # which would wait for the rollout before it is taken
         train(tiny_policies.merge(few, no_saves), ended="stopped", happening="hurried_at_take", step=5)
         with pytest.raises(AssertionError, match="died with exit code -9"):
