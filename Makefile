@@ -37,6 +37,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(PYTHON3.11),$(VLLM_STAMP)))
 
 export OMP_NUM_THREADS ?= 1
+# Images of containers set it. Each process would then compile all of torch and megatron-core again: 15 s instead of 6.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv bench-gpu test-gpu clean
 

@@ -274,8 +274,12 @@ def test_a_folder_with_too_little_room_is_left_out(scripts, monkeypatch, tmp_pat
 
 def test_a_command_that_takes_too_long_is_interrupted(scripts):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(scripts.measure.Failed, match=r"longer than 0\.5 s"):
-        scripts.measure.run_command(command, 0.5)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, by children too
+    try:
+        with pytest.raises(scripts.measure.Failed, match=r"longer than 0\.5 s"):
+            scripts.measure.run_command(command, 0.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(scripts.measure.Failed, match="No such file"):
         scripts.measure.run_command(["cp", "/nonexistent/file", "."], None)
 
