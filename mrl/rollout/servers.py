@@ -163,8 +163,8 @@ class Fleet:
                 self.leave_out(server, error if isinstance(error, ServerError) else ServerError(str(error)))
                 continue
             admitted = True
-            if self.away.pop(server.http.url, None) is not None:
-                self._say(f"rollout.server.urls: {server.http.url} is there again, and gets the newest weights")
+            self.away.pop(server.http.url, None)
+            self._say(f"rollout.server.urls: {server.http.url} is there again, and gets the newest weights")
         if admitted or self.present != self.handover.servers:
             self.handover.use(self.present)
 
@@ -323,19 +323,31 @@ class FleetSampler(Sampler):
                     try:
                         made = server.sample_all([requests[index] for index in indices], adapter=adapter)
                         completions.update(zip(indices, ((each, server) for each in made), strict=True))
-                    except ServerError as error:
-                        if not error.lost:
-                            raise
-                        fleet.leave_out(server, error)
-                        server.http.abort_requests()
-                        todo.extend(indices)
-                    except RequestAborted:
-                        if url not in fleet.away:
+                    except (ServerError, RequestAborted) as error:
+                        if not self._is_left_out(server, error, version):
                             raise
                         todo.extend(indices)
 
         lines = min(fleet.concurrency, math.ceil(len(todo) / len(servers)))
         servers.call_all([functools.partial(work, server) for _ in range(lines) for server in servers])
+
+    def _is_left_out(self, server: Server, error: ServerError | RequestAborted, version: str | None) -> bool:
+        """Returns whether a server is left out: it was before, or is by this error. Its other requests end then.
+
+        One that was started again may refuse a request, as it has not the adapter that this names.
+        """
+        fleet, url = self._fleet, server.http.url
+        try:
+            if url in fleet.away or isinstance(error, RequestAborted):
+                return url in fleet.away
+            why = error if error.lost else fleet.fault(server, version)
+        except RequestAborted:
+            return url in fleet.away
+        if why is None:
+            return False
+        fleet.leave_out(server, why)
+        server.http.abort_requests()
+        return True
 
     def _servers_with(self, version: str | None) -> ServerGroup[Server]:
         """Returns the servers that have the weights, and leaves out the others. Raises ServerError if none is left."""

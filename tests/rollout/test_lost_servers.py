@@ -31,6 +31,10 @@ LOST = {
     "stays busy": lambda server: {COMPLETIONS: [BUSY] * 100},
     "started again before": lambda server: {"/weight_info": [RESTARTED] * 100},
     "started again meanwhile": lambda server: {"/weight_info": [lambda body, told: told, *[RESTARTED] * 100]},
+    "started again and refuses": lambda server: {
+        COMPLETIONS: [says(404, {"message": "no such adapter"})] * 100,
+        "/weight_info": [lambda body, told: told, *[RESTARTED] * 100],
+    },
 }
 
 
@@ -88,6 +92,14 @@ def test_a_server_that_is_there_again_gets_the_next_weights(pair, replay, is_clo
     assert said[1:] == [f"rollout.server.urls: {lost.url} is there again, and gets the newest weights"]
     assert lost.version == sampler.fleet.version
     assert sampled(sampler) == recorded() and lost.paths().count(COMPLETIONS)
+
+
+def test_a_server_that_was_started_again_between_rollouts_gets_the_next_weights(pair):
+    (_, restarted), sampler, said = pair
+    restarted.faults["/weight_info"] = [RESTARTED]
+    sampler.update_weights(iter(WEIGHTS))
+    assert said == [f"rollout.server.urls: {restarted.url} is there again, and gets the newest weights"]
+    assert sampled(sampler) == recorded() and restarted.paths().count(COMPLETIONS)
 
 
 def test_a_server_that_ended_between_rollouts_gets_no_weights(pair):

@@ -39,7 +39,6 @@ def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, leve
         restarting.join()
         for server in [*servers, *again]:
             server.close()
-    assert said.count(f"rollout.server.urls: {urls[1]} ") == 2, said
     assert f"{urls[1]} is there again, and gets the newest weights" in said
     assert made_of(tmp_path / "a") == made_of(tmp_path / "b")
 
