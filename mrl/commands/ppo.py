@@ -108,6 +108,14 @@ class PPO(TrainingCommand[PPOConfig]):
     def processes_beside(self, config: PPOConfig) -> int:
         return config.rollout.ranks
 
+    def parts_beside(self, config: PPOConfig, parts: Sequence[Part]) -> Sequence[Part]:
+        from mrl.config.roles import sampling_engine
+
+        if not config.rollout.ranks:
+            return ()
+        actor = next(part for part in parts if part.role == "actor")
+        return [dataclasses.replace(actor, engine=sampling_engine(config), optimizer=None)]
+
     def check_processes(self, config: PPOConfig, parts: Sequence[Part], world_size: int) -> None:
         from mrl.config.ppo_checks import check_inside
 
@@ -196,7 +204,10 @@ class PPO(TrainingCommand[PPOConfig]):
             lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
         if rollout.ranks:
             processes_of = pluralize(rollout.ranks, "process", "processes")
-            lines.append(f"rollout: {processes_of} of its own, {rollout.ranks // server.tp} models of tp {server.tp}")
+            models = f"{pluralize(rollout.ranks // server.tp, 'model')} of tp {server.tp}"
+            if config.actor.engine.backend == "fsdp":
+                models = "which share a model"
+            lines.append(f"rollout: {processes_of} of its own, {models}")
         return lines
 
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:

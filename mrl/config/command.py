@@ -191,6 +191,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """Returns how many processes of a run do not train: the last ones."""
         return 0
 
+    def parts_beside(self, config: C, parts: Sequence[Part]) -> Sequence[Part]:
+        """Returns the models of these processes."""
+        return ()
+
     def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
         """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
 

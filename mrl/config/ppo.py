@@ -169,6 +169,7 @@ class RolloutConfig:
         "docs/async-rollouts.md); rollout.server.tp of them share a model",
         minimum=0,
         maximum=MAX_DEGREE,
+        may_change=True,
     )
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/environments.md)")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
 from mrl.errors import ConfigError, ModelError
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -129,6 +129,15 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Algorithm
             mtp=config.actor.model.mtp if role == "actor" else None,
         )
     return made
+
+
+def sampling_engine(config: PPOConfig) -> EngineConfig:
+    """Returns the engine of the ranks of `rollout.ranks`: the actor's, in a layout of its own."""
+    engine = config.actor.engine
+    return dataclasses.replace(
+        engine, parallel=ParallelConfig(tp=config.rollout.server.tp), offload=(),
+        fsdp=dataclasses.replace(engine.fsdp, replicate=1),
+    )  # fmt: skip
 
 
 def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:

@@ -120,6 +120,11 @@ def check_layout(
     _check_attention(parts)
     _check_userbuffers(parts, made)
     command.check_processes(config, parts, world_size)
+    for part in command.parts_beside(config, parts):
+        with command.rewrite_error_keys(config, part.role):
+            longest, key = command.longest(config)
+            sequences = Sequences(longest, key, packed=command.packing(config), generated=True)
+            check_part(part, parallel_dims(part.engine.parallel, beside), sequences, here=here)
     return made
 
 

@@ -52,6 +52,11 @@ class HttpClient:
         self._open: set[http.client.HTTPConnection] = set()
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
+    def another(self, timeout_s: float | None = None) -> HttpClient:
+        """Returns a client of the same server whose requests end apart from these. timeout_s: None for the same."""
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
+
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)
 

@@ -39,7 +39,8 @@ class RankServer(Server):
     adapters_on = False
 
     def __init__(self, http: HttpClient) -> None:
-        super().__init__(http)
+        url, _, secret = http.url.rpartition("/")
+        super().__init__(HttpClient(url, timeout_s=TIMEOUT_S, key="rollout.ranks", secret=secret))
         self.path = ""
 
     def inspect(self, *, sleeps: bool) -> int | None:
@@ -91,21 +92,14 @@ class RankServer(Server):
 
 
 class RankSampler(ServerSampler):
-    """Completions from the ranks of `rollout.ranks`; see ServerSampler for the arguments."""
+    """Completions from the ranks of `rollout.ranks`, as ServerSampler. The url ends with a secret."""
 
     server = RankServer
 
-    def close(self) -> None:
-        """Ends the program on these ranks."""
-        fleet = self._fleet
-        super().close()
-        if fleet is None or self._ended:
-            return
-        self._ended = True
-        for server in fleet.present:
-            try:
-                server.http.post("/end", tries=1)
-            except ServerError:  # it has ended
-                continue
 
-    _ended = False
+def end_ranks(url: str) -> None:
+    """Ends the program on the sampling ranks, once they have made the call at hand."""
+    try:
+        RankServer(HttpClient(url, timeout_s=TIMEOUT_S)).http.post("/end", tries=1)
+    except ServerError:  # it has ended
+        return

@@ -13,7 +13,7 @@ from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, DataError
 from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
-from mrl.rollout.samples import SavedSample, read_samples, samples_path
+from mrl.rollout.samples import STEP_FILE, SavedSample, first_weights, read_samples, samples_path
 
 
 class RecordedRollouts(TrajectorySource):
@@ -58,7 +58,7 @@ class RecordedRollouts(TrajectorySource):
         """
         path = samples_path(self._folder, step, series)
         if round == 0 or path != self._path:
-            self._records = self._on_main(lambda: self._read(path, step, series))
+            self._records = self._on_main(lambda: self._read(path, step))
             self._path, self._unused = path, {}
             for line, record in enumerate(self._records, start=1):
                 self._unused.setdefault((record.index, record.sample), collections.deque()).append((line, record))
@@ -77,8 +77,14 @@ class RecordedRollouts(TrajectorySource):
             raise ConfigError(
                 "rollout.path", why=f"{self._config.path}: there is no such folder", fix="give the samples/ of a run"
             )
+        for name in () if self._corrects else sorted(os.listdir(self._folder)):
+            match = STEP_FILE.fullmatch(name)
+            path = os.path.join(self._folder, name)
+            if match is not None and first_weights(path) not in (None, int(match[1]) - 1):
+                why = f"is needed: {path} has samples of the weights after step {first_weights(path)}"
+                raise ConfigError("algorithm.correction", None, why, "set it to truncate")
 
-    def _read(self, path: str, step: int, series: Series) -> list[SavedSample]:
+    def _read(self, path: str, step: int) -> list[SavedSample]:
         if not os.path.exists(path):
             name = os.path.basename(path)
             others = sorted(f for f in os.listdir(self._folder) if f.startswith(name.split("_")[0] + "_"))
@@ -95,11 +101,6 @@ class RecordedRollouts(TrajectorySource):
                     why=f"step is {record.step} and not {step}",
                     fix="give each file its own name back",
                 )
-            if series == "step" and record.weights not in (None, step - 1) and not self._corrects:
-                why = (
-                    f"is needed: {path}:{line} has a sample of the weights after step {record.weights}, for step {step}"
-                )
-                raise ConfigError("algorithm.correction", None, why, "set it to truncate")
         return records
 
     def _missing(self, path: str, records: list[SavedSample], prompt: Prompt, sample: int, samples: int) -> str:

@@ -28,6 +28,7 @@ REPLAYED = ("tokens", "mask", "log_probs")
 TOKENS = (*REPLAYED, "advantages")
 """Keys that `log.samples.tokens: false` leaves out."""
 
+STEP_FILE = re.compile(r"step_(\d{8,})\.jsonl(?:\.gz)?")
 _NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
 
 
@@ -184,6 +185,15 @@ def read_samples(path: str) -> list[SavedSample]:
         except ValueError as error:
             raise DataError(f"{path}:{number}", why=one_line(error), fix=FIX) from None
     return samples
+
+
+def first_weights(path: str) -> int | None:
+    """Returns `weights` of a file's first line, which all its lines share; None if there is none."""
+    try:
+        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
+            return json.loads(file.readline()).get("weights")
+    except (OSError, EOFError, ValueError, AttributeError, zlib.error):  # `read_samples` says what is wrong
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -33,6 +33,8 @@ from mrl.words import pluralize
 
 ASYNC_KEY = "rollout.async_level"
 
+AWAY_S = 10.0  # longest wait for an answer of a server that was left out
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -79,9 +81,9 @@ class Fleet:
         self._config, self.concurrency, self.takes_adapters = config, config.concurrency, adapted is not None
         self._max_length, self._ahead, self._say = max_length, ahead, say
         self.version: str | None = None  # the servers' name for the newest weights
-        self._servers = ServerGroup([server(self._client(url)) for url in config.urls])
+        self._servers = ServerGroup([server(HttpClient(url, timeout_s=config.timeout_s)) for url in config.urls])
         self.samplers = [FleetSampler(self, self._servers)]
-        self.slots = {url: threading.BoundedSemaphore(config.concurrency) for url in config.urls}
+        self.slots = {each.http.url: threading.BoundedSemaphore(config.concurrency) for each in self._servers}
         self.probe_gap = 0.0  # of the last probe, the largest mean difference of a server
         self.away: dict[str, ServerError] = {}  # why servers are left out
         self._lock = threading.Lock()
@@ -98,9 +100,6 @@ class Fleet:
             self.handover = AdapterWeightSync(self._servers, weights_dir, adapted, text, in_use)
         for _ in range(ahead):
             self.samplers.append(FleetSampler(self, ServerGroup([self._connect(each) for each in self._servers])))
-
-    def _client(self, url: str) -> HttpClient:
-        return HttpClient(url, timeout_s=self._config.timeout_s)
 
     def _inspect(self, server: Server) -> None:
         longest = server.inspect(sleeps=self._config.sleep)
@@ -123,10 +122,8 @@ class Fleet:
     def _connect(self, server: Server) -> Server:
         """Returns a client of the same server whose requests end apart from those of others."""
         other = copy.copy(server)
-        other.http = self._client(server.http.url)
+        other.http = server.http.another()
         return other
-
-    # --------------------------------------------------------------------------------------- servers that come and go
 
     @property
     def present(self) -> ServerGroup[Server]:
@@ -134,7 +131,7 @@ class Fleet:
         return ServerGroup(server for server in self._servers if server.http.url not in self.away)
 
     def leave_out(self, server: Server, why: ServerError) -> None:
-        """Leaves a server out until `find_servers` takes it in. Raises the error if no other one is left."""
+        """Leaves a server out, and ends its requests. Raises the error if no other one is left."""
         with self._lock:
             url = server.http.url
             if all(other.http.url in {url, *self.away} for other in self._servers):
@@ -142,6 +139,10 @@ class Fleet:
                 raise ServerError(f"{why}; left out before: {', '.join(before)}" if before else str(why))
             is_new = str(why) != str(self.away.get(url))
             self.away[url] = why
+        for sampler in self.samplers:
+            for each in sampler.servers:
+                if each.http.url == url:
+                    each.http.abort_requests()
         if is_new:
             self._say(f"{why}; it is left out until it is there again")
 
@@ -149,26 +150,46 @@ class Fleet:
         """Takes in servers that were started again, and leaves out those that are gone. Comes before a weight sync."""
         if self.version is None:  # they have no weights of this run
             return
-        faults = self._servers.map(lambda s: self.fault(s, self.version))
+        faults = self._servers.map(lambda s: self._why_not(s))
         admitted = False
         for server, why in zip(self._servers, faults, strict=True):
-            is_away = server.http.url in self.away
-            if (why is None and not is_away) or (is_away and why is not None and why.lost):
+            is_away, is_lost = server.http.url in self.away, why is not None and why.lost
+            if (is_away and is_lost) or (not is_away and why is None):  # as before
                 continue
             try:
-                if why is not None and why.lost:
+                if why is not None and is_lost:
                     raise why
                 self._admit(server)
             except UserError as error:
                 self.leave_out(server, error if isinstance(error, ServerError) else ServerError(str(error)))
                 continue
             admitted = True
-            self.away.pop(server.http.url, None)
+            with self._lock:
+                self.away.pop(server.http.url, None)
             self._say(f"rollout.server.urls: {server.http.url} is there again, and gets the newest weights")
         if admitted or self.present != self.handover.servers:
             self.handover.use(self.present)
 
+    def _why_not(self, server: Server) -> ServerError | None:
+        """Returns as `fault` does; of a server that is left out, and may hang, why it gives no log-probs soon."""
+        if server.http.url not in self.away:
+            return self.fault(server, self.version)
+        asked = copy.copy(server)
+        asked.http = server.http.another(min(AWAY_S, self._config.timeout_s))
+        if not asked.http.is_reached():
+            return asked.http.error("cannot be reached", lost=True)
+        try:
+            asked.inspect(sleeps=self._config.sleep)
+            asked.score(PROBE_IDS if self._max_length is None else PROBE_IDS[: self._max_length - 1])
+        except ServerError as error:
+            return asked.http.error(f"is not there yet ({error})", lost=True)
+        return None
+
     def _admit(self, server: Server) -> None:
+        for sampler in self.samplers:
+            for other in sampler.servers:
+                if other.http.url == server.http.url:
+                    other.http.allow_requests()
         self._inspect(server)
         if self.takes_adapters:
             self._check_room(server)
@@ -180,20 +201,20 @@ class Fleet:
 
     def fault(self, server: Server, version: str | None) -> ServerError | None:
         """Returns why a server cannot sample by the weights `version`; None if it can."""
-        if server.http.url in self.away and not server.http.is_reached():
-            return server.http.error("cannot be reached", lost=True)
         try:
             name = server.version()
             if name == version or (self.takes_adapters and version in server.adapter_names()):
                 return None
         except ServerError as error:
             return error
+        except RequestAborted:  # another sampler has left it out meanwhile
+            if server.http.url not in self.away:
+                raise
+            return self.away[server.http.url]
         return server.http.error(
             f"has the weights {name!r} and not {version!r} of this run: it was started again, or another run uses it; "
             "give each run servers of its own"
         )
-
-    # ---------------------------------------------------------------------------------------------- all servers
 
     def _held(self) -> set[str]:
         """Returns the names of weights that are newest, or that a rollout is sampled with."""
@@ -249,7 +270,10 @@ class Fleet:
                 )
 
     def sleep(self) -> None:
-        self.present.map(lambda s: s.sleep())
+        present = self.present
+        for server, outcome in zip(present, present.outcomes(lambda s: s.sleep()), strict=True):
+            if isinstance(outcome, ServerError):
+                self.leave_out(server, outcome)
 
     def wake(self) -> None:
         self.present.map(lambda s: s.wake())
@@ -307,12 +331,15 @@ class FleetSampler(Sampler):
     ) -> None:
         """Asks servers for the completions in `_todo`. Those of a lost server are done by others, or are left."""
         fleet, todo = self._fleet, self._todo
+        again: set[int] = set()
         adapter = version if fleet.takes_adapters else None
 
         def work(server: Server) -> None:
             url = server.http.url
-            while url not in fleet.away:
+            while True:
                 with fleet.slots[url]:
+                    if url in fleet.away:
+                        return
                     try:
                         indices = [todo.popleft()]
                     except IndexError:
@@ -324,29 +351,28 @@ class FleetSampler(Sampler):
                         made = server.sample_all([requests[index] for index in indices], adapter=adapter)
                         completions.update(zip(indices, ((each, server) for each in made), strict=True))
                     except (ServerError, RequestAborted) as error:
-                        if not self._is_left_out(server, error, version):
+                        # A server that was started again may have got its adapters between its answer and this check.
+                        is_odd = getattr(error, "status", None) == 404 and again.isdisjoint(indices)
+                        if not self._is_left_out(server, error, version) and not is_odd:
                             raise
+                        again.update(indices if is_odd else ())
                         todo.extend(indices)
 
         lines = min(fleet.concurrency, math.ceil(len(todo) / len(servers)))
         servers.call_all([functools.partial(work, server) for _ in range(lines) for server in servers])
 
     def _is_left_out(self, server: Server, error: ServerError | RequestAborted, version: str | None) -> bool:
-        """Returns whether a server is left out: it was before, or is by this error. Its other requests end then.
+        """Returns whether a server is left out: it was before, or is by this error.
 
         One that was started again may refuse a request, as it has not the adapter that this names.
         """
         fleet, url = self._fleet, server.http.url
-        try:
-            if url in fleet.away or isinstance(error, RequestAborted):
-                return url in fleet.away
-            why = error if error.lost else fleet.fault(server, version)
-        except RequestAborted:
+        if url in fleet.away or isinstance(error, RequestAborted):
             return url in fleet.away
+        why = error if error.lost else fleet.fault(server, version)
         if why is None:
             return False
         fleet.leave_out(server, why)
-        server.http.abort_requests()
         return True
 
     def _servers_with(self, version: str | None) -> ServerGroup[Server]:

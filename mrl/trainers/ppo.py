@@ -18,7 +18,7 @@ from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
-from mrl.trainers.rl.rollout_ranks import join_worlds
+from mrl.trainers.rl.rollout_ranks import joined_worlds
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.trainer import PPOTrainer, trainer_of
 from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
@@ -31,14 +31,10 @@ def run(config: PPOConfig, command_line: str = "") -> None:
     Called on every rank. Raises UserError for what the user can put right, and Stopped after a signal asked the run to
     stop and a checkpoint was saved.
     """
-    ranks_url = ""
-    if config.rollout.ranks:
-        joined = join_worlds(config)
-        if joined is None:  # this rank has sampled until the end
-            return
-        ranks_url = joined
-    with trainer_of(config, ranks_url) as trainer:
-        trainer.run(loop, command_line)
+    with joined_worlds(config) as ranks_url:
+        if ranks_url is not None:  # else this rank has sampled
+            with trainer_of(config, ranks_url) as trainer:
+                trainer.run(loop, command_line)
 
 
 def loop(trainer: PPOTrainer) -> None:

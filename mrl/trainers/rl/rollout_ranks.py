@@ -7,6 +7,7 @@ on all of them together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
 import json
@@ -16,22 +17,23 @@ import secrets
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from mrl.algorithms.configured import check_algorithm
 from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
-from mrl.config.roles import role_configs
-from mrl.config.schema import ParallelConfig
+from mrl.config.roles import role_configs, sampling_engine
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import call_on_every_rank, is_main, on_main, split_world
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import SamplingKey, SamplingParams
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line
 from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.ranks import end_ranks
 from mrl.trainers.rl.roles import role_folder
 from mrl.trainers.rl.samplers import make_sampler
 from mrl.trainers.signals import StopSignal
@@ -42,17 +44,26 @@ KEEPALIVE_S = 60.0
 ADDRESS = "rollout_ranks"
 
 
-def join_worlds(config: PPOConfig) -> str | None:
-    """Joins the world of this rank. Returns the url of the sampling ranks on ranks that train.
+@contextlib.contextmanager
+def joined_worlds(config: PPOConfig) -> Iterator[str | None]:
+    """Joins the world of this rank. Gives the url of the sampling ranks, which end afterwards, on ranks that train.
 
-    On a sampling rank it samples until the trainer ends it, and returns None.
+    On a sampling rank it samples until then, and gives None. Without rollout.ranks it gives "".
     """
+    if not config.rollout.ranks:
+        yield ""
+        return
     samples, store = split_world(config.rollout.ranks, device_type(config.actor.engine.device))
-    if not samples:
-        return store.get(ADDRESS).decode()
-    with StopSignal():  # the trainer answers signals, and may need the rollout that is under way
+    if samples:
         _serve(config, store)
-    return None
+        yield None
+        return
+    url = store.get(ADDRESS).decode()
+    try:
+        yield url
+    finally:
+        if is_main():
+            end_ranks(url)
 
 
 def _serve(config: PPOConfig, store: Any) -> None:
@@ -62,21 +73,27 @@ def _serve(config: PPOConfig, store: Any) -> None:
         calls = _Calls()
         store.set(ADDRESS, calls.url)
     model = _SampledModel(config)
-    while True:
-        call = on_main(lambda: calls.next() if calls is not None else None)
-        if call is None:
-            continue
-        name, body = call
-        answer: Any = None
-        try:
-            if name != "end":
+    with contextlib.ExitStack() as signals:
+        while True:
+            call = on_main(lambda: calls.next() if calls is not None else None)
+            if call is None:
+                continue
+            name, body = call
+            if name == "end":
+                return
+            if name == "sample":  # from now on the trainer answers signals, and may need what is under way
+                signals.enter_context(StopSignal())
+            answer: Any = None
+            try:
                 answer = call_on_every_rank(lambda: getattr(model, f"do_{name}")(**body))  # noqa: B023 (called here)
-        except UserError as error:
-            answer = error
-        if calls is not None:
-            calls.answer(answer)
-        if name == "end":
-            return
+            except UserError as error:
+                answer = error
+            except Exception as error:
+                if calls is not None:
+                    calls.answer(UserError(f"ended by {type(error).__name__}: {first_line(error)}"))
+                raise
+            if calls is not None:
+                calls.answer(answer)
 
 
 class _SampledModel:
@@ -85,11 +102,10 @@ class _SampledModel:
     def __init__(self, config: PPOConfig) -> None:
         self._max_length, self._folder = config.max_length, role_folder(config, "actor")
         role = role_configs(config, {"actor": self._folder, **_other_folders(config)}, check_algorithm(config))["actor"]
-        parallel = ParallelConfig(tp=config.rollout.server.tp)
         role = dataclasses.replace(
             role, optimizer=None, mtp=None,
             model=dataclasses.replace(role.model, lora=None),
-            engine=dataclasses.replace(role.engine, parallel=parallel, offload=()),
+            engine=dataclasses.replace(sampling_engine(config), micro_batch=role.engine.micro_batch),
         )  # fmt: skip
         engine = build_engine(role)
         engine.init_model()
@@ -143,11 +159,13 @@ class _Calls:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                path, _, name = self.path.rpartition("/")
-                if path != f"/{secret}":
-                    self.send_error(404)
+                name = self.path.strip("/")
+                if self.headers.get("Authorization") != f"Bearer {secret}":
+                    self.send_error(403)
                     return
                 future: Future[Any] = Future()
+                if name == "end":  # nobody waits for the call before it
+                    future.set_result(None)
                 calls._waiting.put((name, (json.loads(text) if text else None) or {}, future))
                 answer = future.result()
                 failed = isinstance(answer, UserError)

@@ -25,7 +25,7 @@ from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
-from mrl.rollout.ranks import TIMEOUT_S, RankSampler
+from mrl.rollout.ranks import RankSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.servers import Probe, ServerSampler
@@ -83,7 +83,7 @@ def make_sampler(
         )  # fmt: skip
     server = rollout.server
     if rollout.ranks:
-        server = dataclasses.replace(server, urls=(ranks_url,), handover="disk", timeout_s=TIMEOUT_S)
+        server = dataclasses.replace(server, urls=(ranks_url,), handover="disk", concurrency=1)
     return SERVERS[rollout.backend](
         server,
         is_main=dispatch.is_main,
@@ -219,6 +219,8 @@ def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) ->
     plain = to_dict(config)
     if not config.rollout.async_level:  # an older mrl wrote no such key
         del plain["rollout"]["async_level"]
+    if not config.rollout.ranks:
+        del plain["rollout"]["ranks"]
     files = sorted(pathlib.Path(folder).glob("*.*"))
     environment = (config.rollout.environment or "").rpartition(":")[0]
     return {

@@ -21,7 +21,7 @@ from mrl.data.mixture import MixedDataset, notes_of_rows
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.atomic_checkpoint import step_name
-from mrl.errors import TrainingError, UserError
+from mrl.errors import Stopped, TrainingError, UserError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import SharedRollouts, TrajectorySource
 from mrl.rollout.servers import ServerSampler
@@ -221,12 +221,20 @@ class PPOTrainer(Trainer):
         self.rollouts.begin(self.progress.run_id, self.progress.step)
 
     def make_steps(self, loop: Callable[[Any], None]) -> None:
+        def ends_launched(trainer: Any) -> None:
+            """A save in the background would wait for rollouts that nobody wants."""
+            try:
+                loop(trainer)
+            except BaseException as error:
+                saves = isinstance(error, UserError | Stopped) and not isinstance(error, TrainingError)
+                if self.launched is not None and not saves:
+                    self.launched.close()
+                raise
+
         try:
-            super().make_steps(loop)
+            super().make_steps(ends_launched)
         except TrainingError:
             # What a guard refused is sampled again: a sampler may be mended by then.
-            if self.launched is not None:
-                self.launched.close()  # it would write what is forgotten
             self.rollouts.forget()
             raise
         self.rollouts.forget()
