@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -341,6 +342,10 @@ def test_other_algorithms_go_on_to_the_same_bits(inputs, server, tmp_path, name)
     if "background" in name:
         rows = (tmp_path / "unbroken" / "metrics.jsonl").read_text()
         assert "perf/save_write_s" in rows and "perf/save_wait_s" not in rows, "training waits for no save"
+        for step in (6, 8):  # the newest is then one that was written in the background
+            shutil.rmtree(tmp_path / "unbroken" / "checkpoints" / f"step_{step:08d}")
+        train(unbroken)
+        assert made_of(tmp_path / "stopped") == made_of(tmp_path / "unbroken")
 
 
 @pytest.mark.slow
