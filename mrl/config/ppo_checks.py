@@ -352,11 +352,11 @@ def _check_ranks(config: PPOConfig) -> None:
     """Raises ConfigError if ranks of their own cannot sample, or would not do so beside training."""
     rollout, key = config.rollout, "rollout.ranks"
     if rollout.backend != "native":
-        why = f"run the actor's engine, and rollout.backend is {rollout.backend}"
+        why = f"have the actor's engine sample, and rollout.backend is {rollout.backend}"
         raise ConfigError(key, rollout.ranks, why, "set that to native, or leave this out")
     if rollout.async_level != 1:
-        why = "gives ranks that hold one set of weights beside those that train"
-        raise ConfigError("rollout.async_level", rollout.async_level, f"with {key} {why}", "set it to 1")
+        why = f"is not for {key}, whose ranks sample one rollout ahead"
+        raise ConfigError("rollout.async_level", rollout.async_level, why, "set it to 1")
     if config.actor.engine.backend == "fsdp" and rollout.server.tp > 1:
         why = "is for actor.engine.backend megatron: fsdp shards the model over all ranks"
         raise ConfigError("rollout.server.tp", rollout.server.tp, why, "leave it out")

@@ -73,6 +73,7 @@ def _serve(config: PPOConfig, store: Any) -> None:
         calls = _Calls()
         store.set(ADDRESS, calls.url)
     model = _SampledModel(config)
+    watched = False
     with contextlib.ExitStack() as signals:
         while True:
             call = on_main(lambda: calls.next() if calls is not None else None)
@@ -81,8 +82,9 @@ def _serve(config: PPOConfig, store: Any) -> None:
             name, body = call
             if name == "end":
                 return
-            if name == "sample":  # from now on the trainer answers signals, and may need what is under way
+            if name == "sample" and not watched:  # the trainer answers signals, and may need what is under way
                 signals.enter_context(StopSignal())
+                watched = True
             answer: Any = None
             try:
                 answer = call_on_every_rank(lambda: getattr(model, f"do_{name}")(**body))  # noqa: B023 (called here)
