@@ -101,7 +101,7 @@ OF_ROLLOUTS = (
         ('parts["correction"] = "truncate"', "pass"),
     ),
     *_of(
-        "rollout/servers.py",
+        "rollout/fleet.py",
         (RULE, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
         ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
         ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
@@ -109,10 +109,10 @@ OF_ROLLOUTS = (
         ("in_use = self._held if ahead else None", "in_use = None"),
     ),
     *_of(
-        "rollout/servers.py",
+        "rollout/fleet.py",
         "rollout/test_lost_servers.py",
         ("if made[1] in servers}", "if True}"),
-        ("                    each.http.abort_requests()\n", "                    pass\n"),
+        ("                client.http.abort_requests()\n", "                pass\n"),
         ("why = error if error.lost else fleet.fault(server, version)", "why = error"),
         ("why = error if error.lost else fleet.fault(server, version)", "why = error if error.lost else None"),
         ("            is_new = str(why) != str(self.away.get(url))", "            is_new = True"),

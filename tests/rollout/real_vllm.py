@@ -29,7 +29,7 @@ from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.servers import Probe
+from mrl.rollout.fleet import Probe
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.weights.safetensors_io import SafetensorsReader
 from tests.engine import tiny

@@ -19,8 +19,8 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
+from mrl.rollout.fleet import Probe
 from mrl.rollout.server import seed_of
-from mrl.rollout.servers import Probe
 from mrl.rollout.vllm import VLLMServer, refuse
 from mrl.rollout.weights import WeightFolders, weights_dir
 from mrl.weights.safetensors_io import SafetensorsReader

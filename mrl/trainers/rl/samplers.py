@@ -23,12 +23,13 @@ from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
+from mrl.rollout.fleet import Probe
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.ranks import RankSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
-from mrl.rollout.servers import Probe, ServerSampler
+from mrl.rollout.servers import ServerSampler
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
