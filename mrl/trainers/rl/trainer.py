@@ -83,8 +83,9 @@ class PPOTrainer(Trainer):
         scores = scoring_of(self, self.folders, first)
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())
         if config.rollout.async_level:
+            who = "ranks of their own" if config.rollout.ranks else "servers"
             console.say(
-                f"rollout.async_level {config.rollout.async_level}: servers sample "
+                f"rollout.async_level {config.rollout.async_level}: {who} sample "
                 f"{pluralize(config.rollout.async_level, 'rollout')} ahead of training; algorithm.correction: "
                 f"{self.recipe.correction}"
             )
