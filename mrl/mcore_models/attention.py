@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mrl.ops import devices
 from mrl.ops.causal import causal_attention
+from mrl.ops.delta_rule import Chunks
 from mrl.ops.kv_cache import CachedStep
 from mrl.ops.masked import ScoreRule
 
@@ -88,6 +89,12 @@ class PackedLayout(PackedSeqParams):
                 runs.append((start, 1, length))
             start += length
         return runs
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """Returns the chunks of the gated delta rule, over all cp ranks."""
+        assert self.positions is not None
+        return Chunks.of(self.padded_lengths, self.positions.device)
 
 
 @dataclasses.dataclass

@@ -28,6 +28,7 @@ from torch import Tensor
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
+from mrl.mcore_models.delta_net import DeltaSubmodules, GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
 from mrl.mcore_models.mtp import MTPSubmodules
 from mrl.mcore_models.router import Router
@@ -36,19 +37,27 @@ from mrl.ops import devices
 
 class RMSNorm(torch.nn.Module):
     """Computes x / rms(x) * weight (Zhang and Sennrich, 2019), in fp32 inside; marks its weight for sequence
-    parallelism."""
+    parallelism.
+
+    With `layernorm_zero_centered_gamma` the factor is 1 + weight, and the product is rounded once.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=devices.device()))
+        self.centered = config.layernorm_zero_centered_gamma
+        weight = torch.full((hidden_size,), 0.0 if self.centered else 1.0, device=devices.device())
+        self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + 1 if self.centered else self.weight
         if x.dtype == torch.float32:
             if x.is_cpu:
-                return elementwise.RMSNormFunction.apply(x, self.weight, self.eps)
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+                return elementwise.RMSNormFunction.apply(x, weight, self.eps)
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        if self.centered:
+            return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return self.weight * normed.to(x.dtype)
 
@@ -185,6 +194,11 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
         layer, norm = _local_layer, RMSNorm
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [layer(config, config.num_moe_experts if moe[i] else None) for i in layers]
+    for i, spec in zip(layers, specs, strict=True):
+        if config.linear_attention_freq and config.linear_attention_freq[i]:
+            theirs = spec.submodules.self_attention.submodules
+            linears = DeltaSubmodules(in_proj=theirs.linear_qkv, out_proj=theirs.linear_proj)
+            spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=linears)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 

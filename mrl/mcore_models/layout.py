@@ -46,6 +46,10 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
             f"and the model's {groups} key-value heads do not divide one another",
             f"use a divisor or a multiple of {groups}",
         )
+    if fields.get("linear_attention_freq"):
+        heads = fields["linear_num_key_heads"]
+        divides("tp", dims.tp, "key heads of linear attention", heads)
+        divides("cp", dims.cp, f"key heads of linear attention on each of tp {dims.tp}", heads // dims.tp)
     divides("tp", dims.tp, "feed-forward channels", fields["ffn_hidden_size"])
     stage_layers(fields["num_layers"], dims.pp, dims.vpp)
     if "num_moe_experts" in fields:

@@ -78,7 +78,8 @@ SET_BY_MRL: Mapping[str, str] = {
         moe_router_bias_update_rate moe_router_topk_limited_devices moe_apply_probs_on_input moe_latent_size
         mrope_section init_method_std embedding_init_method_std attention_dropout hidden_dropout
         apply_residual_connection_post_layernorm test_mode heterogeneous_block_specs is_hybrid_model
-        experimental_attention_variant""".split()),  # noqa: SIM905
+        experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+        linear_num_key_heads linear_num_value_heads linear_value_head_dim""".split()),  # noqa: SIM905
     **_use("set engine.batch_invariant", "batch_invariant_mode"),
     **_use("set engine.parallel.tp", "tensor_model_parallel_size"),
     **_use("set engine.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),

@@ -83,15 +83,46 @@ def qkv(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
             f"does not fit the model's {heads} attention heads and {groups} KV heads",
             f"use a divisor of {heads} that divides {groups} or is a multiple of it",
         )
-    per_group = [shape[0] // groups for shape in shapes]
-    first, length = shard.share(sum(per_group) * groups, 0)
+    queries, keys, values = (shape[0] // groups for shape in shapes)
+    size = shard.sizes["head_dim"]
+    if queries == heads // groups * size:
+        of_group = [(0, 0, queries)]
+    else:  # each head's rows are a query and then a gate; megatron has all queries of a group first
+        starts = range(0, queries, 2 * size)
+        of_group = [(0, start + after, size) for after in (0, size) for start in starts]
+    of_group += [(1, 0, keys), (2, 0, values)]
+    rows = (queries, keys, values)
+    return _part_of_rows(
+        [(source, group * rows[source] + start, count) for group in range(groups) for source, start, count in of_group],
+        shard,
+    )
+
+
+def delta(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
+    """Returns the rows of this rank's key heads of a gated delta net, interleaved for each key head.
+
+    The first tensor has blocks of queries, keys and values. Others have rows for each value head.
+    """
+    heads, keys = shard.sizes["delta_heads"], shard.sizes["delta_keys"]
+    key, value = keys // heads, (shapes[0][0] - 2 * keys) // heads
+    rows = []
+    for head in range(heads):
+        rows += [(0, head * key, key), (0, keys + head * key, key), (0, 2 * keys + head * value, value)]
+        for source, shape in enumerate(shapes[1:], 1):
+            count = shape[0] // heads
+            rows.append((source, head * count, count))
+    return _part_of_rows(rows, shard)
+
+
+def _part_of_rows(rows: list[tuple[int, int, int]], shard: Shard) -> list[Span]:
+    """Returns this rank's equal part of rows in order, each (tensor, first row in it, count)."""
+    first, length = shard.share(sum(count for *_, count in rows), 0)
     spans, at = [], 0
-    for group in range(groups):
-        for source, rows in enumerate(per_group):
-            low, high = max(at, first), min(at + rows, first + length)
-            if low < high:
-                spans.append(Span(source, 0, group * rows + low - at, high - low))
-            at += rows
+    for source, start, count in rows:
+        low, high = max(at, first), min(at + count, first + length)
+        if low < high:
+            spans.append(Span(source, 0, start + low - at, high - low))
+        at += count
     return spans
 
 
@@ -110,6 +141,7 @@ KINDS: Mapping[str, Callable[[tuple[Shape, ...], Shard], list[Span]]] = {
     "row": row,
     "gate_up": gate_up,
     "qkv": qkv,
+    "delta": delta,
     "vocab": vocab,
 }
 

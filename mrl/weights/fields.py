@@ -54,6 +54,7 @@ def dense_fields(
     qk_norm: bool = False,
     partial_rotary: bool = False,
     yarn: bool = False,
+    mrope: bool = False,
 ) -> dict[str, Any]:
     """Returns the fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU.
 
@@ -63,12 +64,12 @@ def dense_fields(
     require(hf, "mlp_bias", (False, None))
     if not qkv_bias:
         require(hf, "attention_bias", (False, None))
-    check_rope(hf, partial_supported=partial_rotary, yarn_supported=yarn)
+    check_rope(hf, partial_supported=partial_rotary, yarn_supported=yarn, mrope_supported=mrope)
     heads = hf["num_attention_heads"]
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf.get("intermediate_size") or hf["moe_intermediate_size"],
         "num_attention_heads": heads,
         "num_query_groups": hf.get("num_key_value_heads") or heads,
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
@@ -191,7 +192,13 @@ def rotary_percent(hf: Mapping[str, Any]) -> float:
     return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
 
 
-def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False) -> None:
+MROPE = ("mrope_section", "mrope_interleaved")
+"""Keys for positions in images. Those of text are equal in each dimension, so the keys change nothing there."""
+
+
+def check_rope(
+    hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False, mrope_supported: bool = False
+) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
     if not partial_supported:
         require({"partial_rotary_factor": rotary_percent(hf)}, "partial_rotary_factor", (1,))
@@ -213,7 +220,7 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
             fix="get the model's config.json again",
         )
     for name, value in rope.items():
-        if name not in needed + optional + ROPE_FIELDS and value is not None:
+        if name not in needed + optional + ROPE_FIELDS + (MROPE if mrope_supported else ()) and value is not None:
             raise ModelError(
                 "config.json",
                 why=f"rope_parameters.{name} = {shorten_value(value)} has no meaning in rotary embeddings "

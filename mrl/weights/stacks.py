@@ -1,7 +1,7 @@
 """Maps between files with stacked experts and the tables, which name one matrix an expert.
 
-A `Stack` describes a stored tensor. It has the rows of each expert's parts in turn (gate 0, up 0, gate 1, ...), as rows
-or, transposed, as columns; all experts are stacked.
+A `Stack` describes a stored tensor. It has the rows of each expert's parts in turn (gate 0, up 0, gate 1, ...) or one
+part behind the other, as rows or, transposed, as columns; all experts are stacked.
 
     StackReader    takes the tables' names and reads the stored tensors
     stack_slice    shows a stored tensor as a lazy slice of the tables' tensors
@@ -54,11 +54,11 @@ def place_of(family: Family, name: str) -> StackPlace | None:
 def interleaved_rows(family: Family, stored: str) -> int:
     """Returns how many parts' rows are interleaved in the stored tensor `stored`.
 
-    These are 2 if gate and up are one tensor, and 1 for any tensor that is no stack.
+    These are 2 if gate and up alternate, and 1 if one is behind the other or for any tensor that is no stack.
     """
     for stack in family.stacks:
         if re.fullmatch(re.escape(stack.stored).replace(r"\{l\}", r"\d+"), stored):
-            return len(stack.parts)
+            return len(stack.parts) if stack.interleaved else 1
     return 1
 
 
@@ -82,16 +82,21 @@ def _part_of(source: Slice, place: StackPlace) -> LazySlice:
     stack, count = place.stack, len(place.stack.parts)
     _, *sizes = source.shape
     rows, *columns = reversed(sizes) if stack.transposed else sizes
+    rows //= count
 
     def read(region: Region) -> Tensor:
         (first, last), *inside = region
-        span, others = slice(first * count, last * count), [slice(*bounds) for bounds in inside]
+        others = [slice(*bounds) for bounds in inside]
+        if stack.interleaved:
+            span, of_span = slice(first * count, last * count), slice(place.part, None, count)
+        else:
+            span, of_span = slice(place.part * rows + first, place.part * rows + last), slice(None)
         if stack.transposed:
-            return source[place.expert, *others, span][:, place.part :: count].t()
-        return source[place.expert, span, *others][place.part :: count]
+            return source[place.expert, *others, span][:, of_span].t()
+        return source[place.expert, span, *others][of_span]
 
     # the rows of a transposed one are columns of the file
-    return LazySlice((rows // count, *columns), read, whole_rows=not stack.transposed)
+    return LazySlice((rows, *columns), read, whole_rows=not stack.transposed)
 
 
 def unstacking_read(read: Callable[[str], Slice], family: Family) -> Callable[[str], Slice]:
@@ -133,12 +138,18 @@ def stack_slice(
         sizes = [stop - start for start, stop in inside]
         whole = read(names[0, 0])[0:0].new_empty((last - first, *sizes))
         count, (low, high) = len(stack.parts), inside[0]
+        size = shape[-1 if stack.transposed else 1] // count
         for expert in range(first, last):
             for part in range(count):
-                rows = slice(-((part - low) // count), -((part - high) // count))
+                if stack.interleaved:
+                    rows = slice(-((part - low) // count), -((part - high) // count))
+                    places = slice(rows.start * count + part - low, None, count)
+                else:
+                    rows = slice(max(low - part * size, 0), min(high - part * size, size))
+                    places = slice(part * size + rows.start - low, part * size + rows.stop - low)
                 if rows.start < rows.stop:
                     tensor = read(names[expert, part])[(rows, *(slice(*span) for span in inside[1:]))]
-                    whole[expert - first, rows.start * count + part - low :: count] = tensor
+                    whole[expert - first, places] = tensor
         return whole.transpose(1, 2) if stack.transposed else whole
 
     return LazySlice(shape, region)
@@ -176,8 +187,8 @@ def _empty(part: Tensor, stack: Stack, experts: int) -> Tensor:
 
 
 def _put(part: Tensor, whole: Tensor, place: StackPlace) -> None:
-    count = len(place.stack.parts)
-    if place.stack.transposed:
-        whole[place.expert, :, place.part :: count] = part.t()
+    of_expert = whole[place.expert].t() if place.stack.transposed else whole[place.expert]
+    if place.stack.interleaved:
+        of_expert[place.part :: len(place.stack.parts)] = part
     else:
-        whole[place.expert, place.part :: count] = part
+        of_expert.narrow(0, place.part * part.shape[0], part.shape[0]).copy_(part)

@@ -55,7 +55,8 @@ class Stack:
     """Is a tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.weights.stacks`."""
 
     stored: str  # its name, with `{l}`
-    parts: tuple[str, ...]  # names in the table of the tensors of one expert; their rows are interleaved
+    parts: tuple[str, ...]  # names in the table of the tensors of one expert
+    interleaved: bool = True  # whether their rows alternate; else they are one behind the other
     transposed: bool = False  # whether the rows of an expert are columns of the file
     bias: bool = False  # whether an expert's tensor has one dimension
 
@@ -65,12 +66,14 @@ class Family:
     """Describes a model family: the names of its tensors, and the meaning of its config.json."""
 
     model_type: str
-    layer: tuple[Entry, ...]  # of every layer
+    layer: tuple[Entry, ...]  # of a layer, without its MLP
     reads: frozenset[str]  # the fields of config.json that `fields` takes into account
     fields: Callable[[dict[str, Any]], dict[str, Any]]
     """From a config of `read_hf_config` to keyword arguments of megatron's TransformerConfig; ModelError where a value
     is not supported.
     """
+    linear: tuple[Entry, ...] = ()  # in place of `layer` where `is_linear` is true
+    is_linear: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
     dense: tuple[Entry, ...] = ()  # of the MLP of a layer where `is_sparse` is false
     sparse: tuple[Entry, ...] = ()  # of the MLP of the other layers
     is_sparse: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
@@ -80,7 +83,8 @@ class Family:
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """Returns the entries of global layer number `layer` in a model with this config."""
-        entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
+        attention = self.linear if self.is_linear(config, layer) else self.layer
+        entries = attention + (self.sparse if self.is_sparse(config, layer) else self.dense)
         return tuple(
             entry
             for entry in entries
@@ -108,7 +112,7 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
         "groups": groups,
         "q": heads * head_dim,
         "kv": groups * head_dim,
-        "ffn": config["intermediate_size"],
+        "ffn": config.get("intermediate_size") or config["moe_intermediate_size"],
         "moe_ffn": config.get("moe_intermediate_size") or config["intermediate_size"],
         "experts": config.get("num_experts") or 0,
     }
@@ -215,6 +219,46 @@ LATENT_ATTENTION = (
     _latent("linear_proj.weight", "row", "o_proj.weight", "hidden latent_out"),
 )  # fmt: skip
 """Multi-head latent attention (DeepSeek-V2), with and without a latent of queries."""
+
+
+def delta_net(block: str) -> tuple[Entry, ...]:
+    """Returns a gated delta net (arXiv 2412.06464) and the norm before it. Shapes are in words of `delta_sizes`."""
+
+    def entry(mcore: str, kind: str, hf: Mapping[str, str], *, te: str | None = None) -> Entry:
+        return in_layer(f"self_attention.{mcore}", kind, {f"{block}.{name}": hf[name] for name in hf}, te=te)
+
+    inputs = {
+        "in_proj_qkv.weight": "delta_mixed hidden", "in_proj_z.weight": "delta_values hidden",
+        "in_proj_b.weight": "delta_value_heads hidden", "in_proj_a.weight": "delta_value_heads hidden",
+    }  # fmt: skip
+    return (
+        in_layer(
+            "input_layernorm.weight", "replicated", {"input_layernorm.weight": "hidden"},
+            te="self_attention.in_proj.layer_norm_weight",
+        ),
+        entry("in_proj.weight", "delta", inputs),
+        entry("conv_weight", "delta", {"conv1d.weight": "delta_mixed one delta_kernel"}),
+        entry("A_log", "column", {"A_log": "delta_value_heads"}),
+        entry("dt_bias", "column", {"dt_bias": "delta_value_heads"}),
+        entry("out_norm.weight", "replicated", {"norm.weight": "delta_value"}),
+        entry("out_proj.weight", "row", {"out_proj.weight": "hidden delta_values"}),
+    )  # fmt: skip
+
+
+def delta_sizes(config: HFConfig) -> dict[str, int]:
+    """Returns the words of `delta_net`."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return {
+        "delta_heads": config["linear_num_key_heads"],
+        "delta_value_heads": config["linear_num_value_heads"],
+        "delta_value": config["linear_value_head_dim"],
+        "delta_keys": keys,
+        "delta_values": values,
+        "delta_mixed": 2 * keys + values,
+        "delta_kernel": config["linear_conv_kernel_dim"],
+        "two_q": 2 * config["num_attention_heads"] * config["head_dim"],
+    }
 
 
 def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:

@@ -37,6 +37,10 @@ ONE_PROCESS = (
     Row("deepseek_v3 yarn", packing=False, size=4, recompute="selective"),
     Row("gpt_oss", size=4),
     Row("gpt_oss", packing=False, size=8),
+    Row("qwen3_5", size=4),
+    Row("qwen3_5", packing=False, size=8, recompute="selective"),
+    Row("qwen3_5_moe", tokens=64),
+    Row("qwen3_5_moe", packing=False, size=4, recompute="full"),
     Row("llama tied", tokens=48, recompute="full"),
     Row("llama value head", size=2),
 )
@@ -92,6 +96,16 @@ TWO_PROCESSES = (
     Row("glm4_moe", "tp2+sp", size=4),
     Row("glm4_moe", "dp2xep2", size=4),
     Row("glm4_moe groups", "pp2xvpp2", size=4),
+    Row("qwen3_5", "tp2", size=4, why="a norm of heads that are split, without sequence parallelism"),
+    Row("qwen3_5", "tp2+sp", tokens=64),
+    Row("qwen3_5", "cp2", size=4, why="ranks exchange tokens for heads"),
+    Row("qwen3_5", "cp2", packing=False, size=4),
+    Row("qwen3_5", "pp2xvpp2", size=2),
+    Row("qwen3_5", "dp2", size=4),
+    Row("qwen3_5_moe", "tp2+sp", size=4),
+    Row("qwen3_5_moe", "dp2xep2", size=4),
+    Row("qwen3_5_moe", "cp2", packing=False, size=4),
+    Row("qwen3_5_moe", "pp2", size=4),
 )
 
 FOUR_PROCESSES = (
@@ -104,6 +118,8 @@ FOUR_PROCESSES = (
     Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4),
     Row("qwen3_moe", "pp2xdp2xep2", size=4),
+    Row("qwen3_5", "tp2+spxcp2", size=4, why="heads split twice"),
+    Row("qwen3_5_moe", "tp2+spxcp2", size=4),
 )
 
 EIGHT_PROCESSES = (

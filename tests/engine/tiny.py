@@ -43,6 +43,16 @@ LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 4.0, 6.0],
 }  # fmt: skip
 
+QWEN3_5 = {
+    "initializer_range": 0.06,  # with 0.15 half a unit in the last place of the weights moves gradients by 1e-5
+    "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "full_attention_interval": 2,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+
 # model_type, and what makes the family what it is.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -87,6 +97,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
                 "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
             },
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", QWEN3_5),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        QWEN3_5
+        | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

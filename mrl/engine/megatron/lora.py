@@ -35,7 +35,7 @@ from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 from mrl.weights.algebra import Span
 from mrl.weights.rules import Rule
-from mrl.weights.stacks import place_of
+from mrl.weights.stacks import interleaved_rows, place_of
 from mrl.weights.table import Family
 
 Shapes = Mapping[str, AdapterShape]
@@ -134,7 +134,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     of=shape,
                     tensor=tensor,
                     spans_of_ranks=tuple(divided) if is_split else ((Span(0, 0, 0, size[0]),),),
-                    interleaved=1 if place is None or tensor == "A" else len(place.stack.parts),
+                    interleaved=interleaved_rows(family, rule.hf[0] if place is None else place.stored) if tensor == "B" else 1,
                 )
             )
     return rules

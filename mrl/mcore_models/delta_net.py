@@ -1,0 +1,175 @@
+"""Computes gated delta net attention (Yang et al., arXiv 2412.06464) as Qwen3.5 has it, for both layer specs.
+
+Dimensions: `T` tokens on this rank, `N` hidden size, `G` key heads on this tensor-parallel rank, `R` value heads that
+share a key head. `K` and `V` are the channels of a key and of a value head.
+
+megatron's GatedDeltaNet is not used, for these reasons (0.16.1 and 0.19.2):
+
+    sequences       0.16.1 (ssm/gated_delta_net.py) refuses packed ones; 0.19.2 needs the package fla for them, and
+                    refuses them if operations are deterministic
+    projections     rows of `in_proj` are blocks of the whole model, so a checkpoint's key depends on the layout;
+                    here they are interleaved for each key head, like those of `linear_qkv`
+
+Context parallelism: ranks exchange tokens for heads before the convolution, and heads for tokens after the rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from mrl.mcore_models.attention import PackedLayout
+from mrl.mcore_models.config import Config
+from mrl.ops import devices
+from mrl.ops.delta_rule import CausalConvolution, Chunks, chunked_rule, unit
+
+SPLIT = ("conv_weight", "A_log", "dt_bias")
+"""Parameters of which each tensor-parallel rank has the rows of its heads."""
+
+
+@dataclasses.dataclass
+class DeltaSubmodules:
+    """Holds the classes of the two linear layers."""
+
+    in_proj: type  # with the norm before it under transformer-engine
+    out_proj: type
+
+
+class GatedDeltaNet(MegatronModule):
+    """Replaces megatron's self-attention: hidden states [T, 1, N] in and out ([T / tp, 1, N] with sequence
+    parallelism)."""
+
+    def __init__(
+        self, config: Config, submodules: DeltaSubmodules, layer_number: int, pg_collection: Any = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.tp, self.cp = layer_number, pg_collection.tp, pg_collection.cp
+        heads, values = config.linear_num_key_heads, config.linear_num_value_heads
+        self.key, self.value = config.linear_key_head_dim, config.linear_value_head_dim
+        self.sharing = values // heads
+        self.heads = heads // self.tp.size()
+        self.mixed = 2 * self.key + self.sharing * self.value  # channels of the convolution for each key head
+        wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
+        wide |= {"skip_bias_add": False, "tp_group": self.tp}
+        rows = self.mixed + self.sharing * (self.value + 2)
+        self.in_proj = submodules.in_proj(config.hidden_size, heads * rows, gather_output=False, **wide)
+        options = {"dtype": config.params_dtype, "device": devices.device()}
+        convolution = torch.empty(self.heads * self.mixed, 1, config.linear_conv_kernel_dim, **options)
+        torch.nn.init.uniform_(convolution, -(config.linear_conv_kernel_dim**-0.5), config.linear_conv_kernel_dim**-0.5)
+        self.conv_weight = torch.nn.Parameter(convolution)
+        # as transformers begins: Qwen3_5PreTrainedModel._init_weights
+        of_heads = torch.empty(self.heads * self.sharing, **options)
+        self.A_log = torch.nn.Parameter(of_heads.clone().uniform_(0.01, 16).log_())
+        self.dt_bias = torch.nn.Parameter(torch.ones_like(of_heads))
+        for name in SPLIT:
+            # else clip_grads.get_grad_norm_fp32 counts those of the first rank alone
+            set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
+        self.out_norm = GatedNorm(self.value, config.layernorm_epsilon, self.tp, options)
+        self.out_proj = submodules.out_proj(
+            values * self.value, config.hidden_size, input_is_parallel=True,
+            **wide | {"init_method": config.output_layer_init_method, "skip_bias_add": True},
+        )  # fmt: skip
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Returns (hidden states, None: no bias)."""
+        assert isinstance(packed_seq_params, PackedLayout)
+        projected, _bias = self.in_proj(hidden_states)
+        mixed, gate, beta, decay = self.parts(projected.squeeze(1))
+        # beta and decay have one channel of each value head
+        inputs = torch.cat([mixed, beta, decay], dim=-1)
+        if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
+            out = tensor_parallel.checkpoint(self._attend, False, inputs, packed_seq_params)
+        else:
+            out = self._attend(inputs, packed_seq_params)
+        return self.out_proj(self.out_norm(out, gate).flatten(1).unsqueeze(1))
+
+    def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns query, key and value before the convolution [T, G, 2K + R*V], the gate [T, G, R, V], and what beta
+        and decay are made of [T, G, R] each, from the output [T, G * ...] of `in_proj`."""
+        each = projected.unflatten(-1, (self.heads, -1))
+        sizes = [self.mixed, self.sharing * self.value, self.sharing, self.sharing]
+        mixed, gate, beta, decay = each.split(sizes, dim=-1)
+        return mixed, gate.unflatten(-1, (self.sharing, self.value)), beta, decay
+
+    def _attend(self, inputs: Tensor, layout: PackedLayout) -> Tensor:
+        """Returns the outputs [T, G, R, V] of this rank's tokens, from [T, G, 2K + R*V + 2R]."""
+        ranks = self.cp.size()
+        if ranks > 1:
+            inputs = self._heads_for_tokens(inputs)[layout.order]
+        out = self._rule(inputs, layout.chunks)
+        return self._tokens_for_heads(out, layout) if ranks > 1 else out
+
+    def _rule(self, inputs: Tensor, chunks: Chunks) -> Tensor:
+        mixed, beta, decay = inputs.split([self.mixed, self.sharing, self.sharing], dim=-1)
+        conv_weight, a_log, dt_bias = self.of_heads(self.cp.rank(), self.cp.size())
+        mixed = F.silu(CausalConvolution.apply(mixed.flatten(1), conv_weight, chunks.positions))
+        out, _ = chunked_rule(*self.rule_inputs(mixed, beta, decay, a_log, dt_bias), chunks)
+        return out.to(inputs.dtype)
+
+    def rule_inputs(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, a_log: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns the arguments of the rule from the convolution's output [T, G * (2K + R*V)].
+
+        beta, decay: [T, G, R] as projected. a_log, dt_bias: [G, R].
+        """
+        query, key, value = mixed.unflatten(1, (beta.shape[1], -1)).split(
+            [self.key, self.key, self.sharing * self.value], dim=-1
+        )
+        value = value.unflatten(-1, (self.sharing, self.value))
+        decay = -a_log.float().exp() * F.softplus(decay.float() + dt_bias.float())
+        return unit(query), unit(key), value, decay, beta.sigmoid()
+
+    def of_heads(self, rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns convolution [D, W], A_log [G, R] and dt_bias [G, R] of the heads of one of `ranks` parts."""
+        count = self.heads // ranks
+        mine = slice(rank * count, (rank + 1) * count)
+        weight = self.conv_weight.squeeze(1).unflatten(0, (self.heads, self.mixed))[mine].flatten(0, 1)
+        return weight, *(x.unflatten(0, (self.heads, self.sharing))[mine] for x in (self.A_log, self.dt_bias))
+
+    def _heads_for_tokens(self, x: Tensor) -> Tensor:
+        """Returns [cp * T, G / cp, ...] in the order of ranks, from [T, G, ...] of each rank."""
+        parts = x.unflatten(1, (self.cp.size(), -1)).transpose(0, 1).contiguous()
+        return all_to_all(self.cp, parts.flatten(0, 1))
+
+    def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> Tensor:
+        """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of the micro-batch."""
+        by_rank = all_to_all(self.cp, x[layout.order.argsort()])
+        return by_rank.unflatten(0, (self.cp.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Splits the parameters of heads over tensor-parallel ranks."""
+        assert metadata is not None
+        own = make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name) for name in SPLIT}, prefix, dict.fromkeys(SPLIT, 0), sharded_offsets,
+            tp_group=self.tp, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | own
+
+
+class GatedNorm(torch.nn.Module):
+    """Computes x / rms(x) * weight * silu(gate) for each head, in fp32 inside. All tensor-parallel ranks have the
+    weight."""
+
+    def __init__(self, size: int, eps: float, tp: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.eps, self.tp = eps, tp
+        self.weight = torch.nn.Parameter(torch.ones(size, **options))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        # each rank has the part of the gradient that its heads give; megatron sums those of q_layernorm by name
+        # (finalize_model_grads._allreduce_non_tensor_model_parallel_grads)
+        weight = self.weight if self.tp.size() == 1 else copy_to_tensor_model_parallel_region(self.weight, self.tp)
+        normed = weight * F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
+        return (normed * F.silu(gate.float())).to(x.dtype)
