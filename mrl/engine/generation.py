@@ -87,7 +87,9 @@ class Schedule:
     """Plans the steps of one generation over `requests`, each with its index in the caller's list.
 
     cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more. prefill_tokens:
-    the most prompt tokens of one forward. kept: what earlier calls have kept of these sequences.
+    the most prompt tokens of one forward. kept: what earlier calls have kept of these sequences. recurrent: the cache
+    holds states, which cannot go back to an earlier token. So a prompt is fed without its last token first, and copied
+    before that one is fed.
     """
 
     def __init__(
@@ -97,12 +99,14 @@ class Schedule:
         cache_tokens: int,
         prefill_tokens: int,
         kept: KeptSequences | None = None,
+        recurrent: bool = False,
     ) -> None:
+        self.recurrent = recurrent
         self.sequences = [
             ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key))) for i, r in requests
         ]
         if kept is not None:
-            kept.begin([r for _, r in requests])
+            kept.begin([r for _, r in requests], recurrent=recurrent)
             for s in self.sequences:
                 s.kept = kept.length(s.request.key)
         self.waiting = [s for s in self.sequences if not s.done]
@@ -131,7 +135,10 @@ class Schedule:
         new, cached, budget = [], [s.cached for s in self.running], self.prefill_tokens
         for i, s in enumerate(self.running):
             decodes = i < len(decoding) + len(followers)
-            new.append(s.context[s.cached : s.cached + (1 if decodes else budget)])
+            end = s.cached + (1 if decodes else budget)
+            if self.recurrent and s.cached < len(s.context) - 1:
+                end = min(end, len(s.context) - 1)
+            new.append(s.context[s.cached : end])
             budget -= 0 if decodes else len(new[-1])
             s.cached += len(new[-1])
         sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
@@ -163,6 +170,8 @@ class Schedule:
         for s in self.waiting if free else ():
             begun = len(s.context) > len(s.prompt) or s.kept > 0
             leader = None if begun else self._leaders.get(s.prompt)
+            if self.recurrent and leader is not None and leader.cached > len(s.prompt) - 1:
+                leader = None
             if len(followers) + len(fresh) == free:
                 kept.append(s)
             elif leader is not None and leader is not s and not leader.done:

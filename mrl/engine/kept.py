@@ -69,8 +69,8 @@ class KeptSequences:
             self._replicas |= {fresh[i]: replica for i in share(len(fresh), replica, parts)}
         return [i for i, request in enumerate(requests) if self._replicas[request.key] == part]
 
-    def begin(self, requests: Sequence[GenerateRequest]) -> None:
-        """Drops what none of the requests continues.
+    def begin(self, requests: Sequence[GenerateRequest], *, recurrent: bool = False) -> None:
+        """Drops what none of the requests continues. recurrent: sequences can be continued as a whole only.
 
         A chat template may remove part of a turn, such as thinking; the tokens before that stay. At least one token is
         fed, because the model's output after it is needed.
@@ -81,7 +81,7 @@ class KeptSequences:
             pairs = zip(one.tokens, wanted.get(key, ()), strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             one.tokens = one.tokens[:same]
-            if not same:
+            if not same or recurrent and same < one.places:
                 del self._kept[key]
 
     def shrink(self, room: int) -> None:

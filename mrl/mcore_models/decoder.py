@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.delta_net import GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention
 from mrl.mcore_models.layers import NormOverHeads, RMSNorm
 from mrl.mcore_models.lora import Adapter, add_adapter_output
@@ -38,9 +39,9 @@ _MLP = (
     r"|mlp\.linear_fc[12]\.adapter\..*"
 )
 _GROUPED = re.compile(
-    _MLP + r"|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm)\.weight"
-    r"|self_attention\.(linear_qkv\.layer_norm_weight|linear_(qkv|proj)\.bias|core_attention\.softmax_offset)"
-    r"|self_attention\.linear_(qkv|proj)\.adapter\..*"
+    _MLP + r"|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm|in_proj|out_norm|out_proj)\.weight"
+    r"|self_attention\.((linear_qkv|in_proj)\.layer_norm_weight|linear_(qkv|proj)\.bias|core_attention\.softmax_offset)"
+    r"|self_attention\.(conv_weight|A_log|dt_bias)|self_attention\.(linear_(qkv|proj)|(in|out)_proj)\.adapter\..*"
 )
 _LATENT = re.compile(_MLP + r"|self_attention\..*")
 
@@ -53,7 +54,8 @@ def supports_chunk(model: torch.nn.Module) -> bool:
     known = _LATENT if latent else _GROUPED
     layers = model.decoder.layers
     names = all(known.fullmatch(name) for layer in layers for name, _ in layer.named_parameters())
-    ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in layers)
+    attentions = [layer.self_attention for layer in layers]
+    ours = all(isinstance(one, GatedDeltaNet) or isinstance(one.core_attention, SdpaAttention) for one in attentions)
     known_activations = config.activation_func is F.silu or all(hasattr(layer.mlp, "experts") for layer in layers)
     whole_groups = latent or config.num_query_groups % config.tensor_model_parallel_size == 0
     return names and ours and known_activations and whole_groups
@@ -147,8 +149,8 @@ class _Layer:
 
     def __init__(self, layer: Any, groups: Any) -> None:
         attention, mlp = layer.self_attention, layer.mlp
-        kind = _LatentAttention if isinstance(attention, LatentAttention) else _GroupedAttention
-        self.attention = kind(layer.input_layernorm, attention)
+        kinds = {LatentAttention: _LatentAttention, GatedDeltaNet: _DeltaNet}
+        self.attention = kinds.get(type(attention), _GroupedAttention)(layer.input_layernorm, attention)
         self.experts = None if hasattr(mlp, "linear_fc1") else _Experts(mlp, groups)
         self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, mlp.linear_fc1 if self.experts is None else None)
         if self.experts is None:
@@ -167,6 +169,7 @@ class _GroupedAttention:
         self.core = attention.core_attention
         self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
+        self.rows = self.queries + 2 + (self.queries if attention.config.attention_output_gate else 0)
         self.norm = _Norm.of(norm, attention.linear_qkv)
         self.qkv, self.proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj, row=True)
         self.proj_bias = _bias(attention.linear_proj)
@@ -181,7 +184,10 @@ class _GroupedAttention:
 
     def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Returns this rank's part of [T, N]."""
-        heads = self.qkv(self.norm(x)).view(-1, self.groups, self.queries + 2, self.head)
+        heads, gate = self.qkv(self.norm(x)).view(-1, self.groups, self.rows, self.head), None
+        if self.rows > self.queries + 2:
+            queries, gate, rest = heads.split([self.queries, self.queries, 2], dim=2)
+            heads = torch.cat([queries, rest], dim=2)
         turned, value = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
             turned = self.head_norm(turned)
@@ -193,13 +199,27 @@ class _GroupedAttention:
         if turns < self.head:
             turned = torch.cat([turned, still], dim=-1)
         out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, self.core.scoring)
-        return self.proj(out.flatten(1))
+        return self.proj(out.flatten(1) if gate is None else (out * gate.float().sigmoid()).to(x.dtype).flatten(1))
 
     def _normed_over_heads(self, heads: Tensor, of_queries: NormOverHeads, of_keys: NormOverHeads) -> Tensor:
         """Returns heads [T, G, queries + 1, D] after the norms over heads; the last of a group is its key."""
         query = of_queries(heads[:, :, :-1].flatten(1, 2)[:, None]).view(len(heads), self.groups, -1, self.head)
         key = of_keys(heads[:, None, :, -1]).view(len(heads), self.groups, 1, self.head)
         return torch.cat([query, key], dim=2)
+
+
+class _DeltaNet:
+    """Computes a gated delta net, and the norm before it."""
+
+    proj_bias = None
+
+    def __init__(self, norm: torch.nn.Module, attention: GatedDeltaNet) -> None:
+        self.module, self.norm = attention, _Norm.of(norm, attention.in_proj)
+        self.inputs, self.proj = _Linear(attention.in_proj), _Linear(attention.out_proj, row=True)
+
+    def __call__(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns this rank's part of [T, N]."""
+        return self.proj(self.module.cached(self.inputs(self.norm(x)), step))
 
 
 class _LatentAttention:
@@ -315,6 +335,8 @@ class _Norm:
     def of(cls, norm: torch.nn.Module, linear: torch.nn.Module | None = None) -> "_Norm":
         """Returns the norm of the module `norm`, or the one that the linear after it does first."""
         if isinstance(norm, RMSNorm):
+            if norm.centered:
+                return cls(norm.weight.detach().float() + 1, norm.eps, once=True)
             return cls(norm.weight.detach(), norm.eps, once=False)
         owner = norm if hasattr(norm, "weight") else linear
         assert owner is not None, f"no norm in {type(norm).__name__}"

@@ -27,10 +27,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.mcore_models.attention import PackedLayout
+from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config
 from mrl.ops import devices
-from mrl.ops.delta_rule import CausalConvolution, Chunks, chunked_rule, unit
+from mrl.ops.delta_rule import CausalConvolution, Chunks, chunked_rule, one_token_rule, unit
+from mrl.ops.kv_cache import CachedStep
 
 SPLIT = ("conv_weight", "A_log", "dt_bias")
 """Parameters of which each tensor-parallel rank has the rows of its heads."""
@@ -83,8 +84,9 @@ class GatedDeltaNet(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
         """Returns (hidden states, None: no bias)."""
-        assert isinstance(packed_seq_params, PackedLayout)
         projected, _bias = self.in_proj(hidden_states)
+        if isinstance(packed_seq_params, CacheLayout):
+            return self.out_proj(self.cached(projected.squeeze(1), packed_seq_params.step).unsqueeze(1))
         mixed, gate, beta, decay = self.parts(projected.squeeze(1))
         # beta and decay have one channel of each value head
         inputs = torch.cat([mixed, beta, decay], dim=-1)
@@ -147,6 +149,48 @@ class GatedDeltaNet(MegatronModule):
         """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of the micro-batch."""
         by_rank = all_to_all(self.cp, x[layout.order.argsort()])
         return by_rank.unflatten(0, (self.cp.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+    def cached(self, projected: Tensor, step: CachedStep) -> Tensor:
+        """Returns the input [>=T, G * R * V] of `out_proj` for new tokens of a step, and keeps the states after them.
+
+        projected: [>=T, ...] of `in_proj`. The result is zeros for padding.
+        """
+        mixed, gate, beta, decay = self.parts(projected)
+        mixed, rows = mixed.flatten(1), self.conv_weight.shape[0]
+        kernel = self.config.linear_conv_kernel_dim
+        before, states = step.cache.states_of(
+            self.layer_number, mixed.new_empty(rows, kernel - 1),
+            torch.empty(self.heads, self.sharing, self.key, self.value, device=mixed.device),
+        )  # fmt: skip
+        weight, a_log, dt_bias = self.of_heads(0, 1)
+        count, total = step.decoding, step.tokens
+        outs = []
+        if count:
+            begun = (step.positions[:count] > 0)[:, None, None]
+            inputs = torch.cat([before[:count] * begun, mixed[:count, :, None]], dim=-1)
+            before[:count] = inputs[..., 1:]
+            convolved = F.silu((inputs.float() * weight.float()).sum(-1).to(mixed.dtype))
+            of_rule = self.rule_inputs(convolved, beta[:count], decay[:count], a_log, dt_bias)
+            out, states[:count] = one_token_rule(*of_rule, states[:count] * begun[..., None, None])
+            outs.append(out)
+        if count < total:
+            old = torch.tensor(step.cached_lengths[count:], device=mixed.device) > 0
+            first = before[count : len(step.new_lengths)] * old[:, None, None]
+            chunks = step.chunks
+            parts = mixed[count:total].split(step.new_lengths[count:])
+            parts = [torch.cat([lead.t(), part]) for lead, part in zip(first, parts, strict=True)]
+            for row, part in enumerate(parts, count):
+                before[row] = part[len(part) - kernel + 1 :].t()
+            long = torch.cat(parts)
+            behind = torch.full((len(long),), kernel, device=long.device)  # each token has its places before it
+            convolved = F.silu(CausalConvolution.apply(long, weight, behind))
+            convolved = torch.cat([part[kernel - 1 :] for part in convolved.split([len(part) for part in parts])])
+            of_rule = self.rule_inputs(convolved, beta[count:total], decay[count:total], a_log, dt_bias)
+            state = states[count : len(step.new_lengths)] * old[:, None, None, None, None]
+            out, states[count : len(step.new_lengths)] = chunked_rule(*of_rule, chunks, state)
+            outs.append(out)
+        out = torch.cat([*outs, gate.new_zeros(len(gate) - total, *gate.shape[1:])]) if outs else torch.zeros_like(gate)
+        return self.out_norm(out.to(projected.dtype), gate).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Splits the parameters of heads over tensor-parallel ranks."""

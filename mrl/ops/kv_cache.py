@@ -16,18 +16,30 @@ from torch import Tensor
 
 from mrl.ops import devices
 from mrl.ops.causal import causal_attention
+from mrl.ops.delta_rule import Chunks
 from mrl.ops.masked import ScoreRule, explicit_attention
 
-RowCopy = dict[int, tuple[Tensor, Tensor]]
-"""Layer -> keys and values [G, places, D] of one sequence."""
+Pairs = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCopy:
+    """Holds copies of one sequence's row, by layer."""
+
+    keys: Pairs  # keys and values [G, places, D]
+    states: Pairs  # of recurrent layers, as after the last place
 
 
 class KVCache:
-    """Holds [R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
+    """Holds [R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward.
+
+    A recurrent layer has two states [R, ...] in their place, which stand for all tokens so far.
+    """
 
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: Pairs = {}
+        self.states: Pairs = {}
 
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values. key, value: new ones [T, G, D]; a value's D may be another."""
@@ -36,6 +48,12 @@ class KVCache:
                 new.new_zeros(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)
             )
         return self.layers[layer]
+
+    def states_of(self, layer: int, *empty: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a layer's two states [R, ...]. empty: tensors of their dtypes and of the shapes of one row."""
+        if layer not in self.states:
+            self.states[layer] = tuple(one.new_zeros(self.rows, *one.shape) for one in empty)
+        return self.states[layer]
 
     def row(self, row: int) -> "CacheRow":
         """Returns one row as a cache, for a forward of its sequence alone."""
@@ -46,9 +64,11 @@ class KVCache:
         row).
 
         Rows past the new count are dropped. One tensor at a time is there twice. A target may get more positions of its
-        source than were asked for: nothing reads them before they are written.
+        source than were asked for: nothing reads them before they are written. States are copied as they are, so the
+        source must have just these positions.
         """
-        device = next((keys.device for keys, _ in self.layers.values()), devices.CPU)
+        pairs = (*self.layers.values(), *self.states.values())
+        device = next((first.device for first, _ in pairs), devices.CPU)
         batches = [
             (devices.tensor_on(device, [b[0] for b in batch]), devices.tensor_on(device, [b[1] for b in batch]),
              max(b[2] for b in batch))
@@ -60,19 +80,30 @@ class KVCache:
                     tensor[targets, :, :places] = tensor[sources, :, :places]
             if shape is not None:
                 self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
+        for layer, pair in self.states.items():
+            for tensor in pair:
+                for sources, targets, _places in batches:
+                    tensor[targets] = tensor[sources]
+            if shape is not None:
+                self.states[layer] = (_with_rows(pair[0], shape[0]), _with_rows(pair[1], shape[0]))
         if shape is not None:
             self.rows, self.length = shape
 
     def copy_row(self, row: int, places: int) -> RowCopy:
-        """Returns a copy of the first positions of a row, in every layer."""
-        return {
+        """Returns a copy of the first positions of a row, in every layer. States are those after the last of them."""
+        keys = {
             layer: (keys[row, :, :places].clone(), values[row, :, :places].clone())
             for layer, (keys, values) in self.layers.items()
         }
+        states = {layer: (first[row].clone(), second[row].clone()) for layer, (first, second) in self.states.items()}
+        return RowCopy(keys, states)
 
     def put_row(self, row: int, copy: RowCopy, places: int) -> None:
-        """Puts the first positions of a copy into a row; the cache may be new."""
-        for layer, pair in copy.items():
+        """Puts the first positions of a copy into a row; the cache may be new. States need all positions."""
+        for layer, pair in copy.states.items():
+            for tensor, part in zip(self.states_of(layer, *pair), pair, strict=True):
+                tensor[row] = part
+        for layer, pair in copy.keys.items():
             key, value = (part.transpose(0, 1) for part in pair)
             for tensor, part in zip(self.of_layer(layer, key, value), pair, strict=True):
                 tensor[row, :, :places] = part[:, :places]
@@ -88,6 +119,10 @@ class CacheRow(KVCache):
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.whole.of_layer(layer, key, value)
         return keys[self.at : self.at + 1], values[self.at : self.at + 1]
+
+    def states_of(self, layer: int, *empty: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.whole.states_of(layer, *empty)
+        return first[self.at : self.at + 1], second[self.at : self.at + 1]
 
 
 def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -111,6 +146,13 @@ def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
     new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
     kept, places = min(rows, old.shape[0]), min(length, old.shape[2])
     new[:kept, :, :places] = old[:kept, :, :places]
+    return new
+
+
+def _with_rows(old: Tensor, rows: int) -> Tensor:
+    new = old.new_zeros(rows, *old.shape[1:])
+    kept = min(rows, old.shape[0])
+    new[:kept] = old[:kept]
     return new
 
 
@@ -160,6 +202,11 @@ class CachedStep:
     def rows(self) -> Tensor:
         """Returns the row [T] of each token."""
         return devices.tensor_on(self.device, [i for i, new in enumerate(self.new_lengths) for _ in range(new)])
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """Returns the chunks of the sequences with several new tokens, for recurrent layers."""
+        return Chunks.of(self.new_lengths[self.decoding :], self.device)
 
     def slots(self, groups: int) -> Tensor:
         """Returns the places [T*G] for each token's keys in a layer's cache, seen as [R*G*L, D]."""

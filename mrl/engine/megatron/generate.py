@@ -27,6 +27,7 @@ from mrl.errors import ConfigError
 from mrl.mcore_models import decoder, fp8, userbuffers
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.decode_graphs import DecodeGraphs
+from mrl.mcore_models.delta_net import GatedDeltaNet
 from mrl.ops import devices
 from mrl.ops.devices import tensor_on
 from mrl.ops.kv_cache import CachedStep, KVCache
@@ -55,7 +56,8 @@ def run(
     kept = KeptSequences(0) if kept is None else kept
     mine = kept.share(requests, coords.dp_rank * dims.cp + coords.cp_rank, replicas)
     schedule = Schedule(
-        [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
+        [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept,
+        recurrent=bool(model.transformer.linear_attention_freq),
     )  # fmt: skip
     own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
     with own_attention, fp8.disabled(model.chunks), userbuffers.disabled(model.chunks):
@@ -85,6 +87,7 @@ def _own_attention(model: Model) -> Iterator[None]:
     """Replaces transformer-engine's core attention inside by one that reads `CacheLayout`, with the same sinks."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     attentions = [layer.self_attention for chunk in model.chunks for layer in chunk.decoder.layers]
+    attentions = [attention for attention in attentions if not isinstance(attention, GatedDeltaNet)]
     replaced = [attention.core_attention for attention in attentions]
     for attention in attentions:
         scale = model.transformer.latent_scale if model.transformer.multi_latent_attention else None
