@@ -156,29 +156,28 @@ class GatedDeltaNet(MegatronModule):
         projected: [>=T, ...] of `in_proj`. The result is zeros for padding.
         """
         mixed, gate, beta, decay = self.parts(projected)
-        mixed, rows = mixed.flatten(1), self.conv_weight.shape[0]
-        kernel = self.config.linear_conv_kernel_dim
+        mixed, kernel = mixed.flatten(1), self.config.linear_conv_kernel_dim
         before, states = step.cache.states_of(
-            self.layer_number, mixed.new_empty(rows, kernel - 1),
+            self.layer_number, mixed.new_empty(mixed.shape[1], kernel - 1),
             torch.empty(self.heads, self.sharing, self.key, self.value, device=mixed.device),
         )  # fmt: skip
         weight, a_log, dt_bias = self.of_heads(0, 1)
         count, total = step.decoding, step.tokens
         outs = []
         if count:
-            begun = (step.positions[:count] > 0)[:, None, None]
-            inputs = torch.cat([before[:count] * begun, mixed[:count, :, None]], dim=-1)
+            first = (step.positions[:count] == 0)[:, None, None]
+            inputs = torch.cat([before[:count].masked_fill(first, 0), mixed[:count, :, None]], dim=-1)
             before[:count] = inputs[..., 1:]
             convolved = F.silu((inputs.float() * weight.float()).sum(-1).to(mixed.dtype))
             of_rule = self.rule_inputs(convolved, beta[:count], decay[:count], a_log, dt_bias)
-            out, states[:count] = one_token_rule(*of_rule, states[:count] * begun[..., None, None])
+            out, states[:count] = one_token_rule(*of_rule, states[:count].masked_fill(first[..., None, None], 0))
             outs.append(out)
         if count < total:
-            old = torch.tensor(step.cached_lengths[count:], device=mixed.device) > 0
-            first = before[count : len(step.new_lengths)] * old[:, None, None]
-            chunks = step.chunks
-            parts = mixed[count:total].split(step.new_lengths[count:])
-            parts = [torch.cat([lead.t(), part]) for lead, part in zip(first, parts, strict=True)]
+            rows = slice(count, len(step.new_lengths))
+            first = devices.tensor_on(mixed.device, [old == 0 for old in step.cached_lengths[rows]], torch.bool)
+            leads = before[rows].masked_fill(first[:, None, None], 0)
+            parts = mixed[count:total].split(step.new_lengths[rows])
+            parts = [torch.cat([lead.t(), part]) for lead, part in zip(leads, parts, strict=True)]
             for row, part in enumerate(parts, count):
                 before[row] = part[len(part) - kernel + 1 :].t()
             long = torch.cat(parts)
@@ -186,8 +185,8 @@ class GatedDeltaNet(MegatronModule):
             convolved = F.silu(CausalConvolution.apply(long, weight, behind))
             convolved = torch.cat([part[kernel - 1 :] for part in convolved.split([len(part) for part in parts])])
             of_rule = self.rule_inputs(convolved, beta[count:total], decay[count:total], a_log, dt_bias)
-            state = states[count : len(step.new_lengths)] * old[:, None, None, None, None]
-            out, states[count : len(step.new_lengths)] = chunked_rule(*of_rule, chunks, state)
+            state = states[rows].masked_fill(first[:, None, None, None, None], 0)
+            out, states[rows] = chunked_rule(*of_rule, step.chunks, state)
             outs.append(out)
         out = torch.cat([*outs, gate.new_zeros(len(gate) - total, *gate.shape[1:])]) if outs else torch.zeros_like(gate)
         return self.out_norm(out.to(projected.dtype), gate).flatten(1)

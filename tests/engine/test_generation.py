@@ -51,6 +51,10 @@ LAYOUTS = {
     "megatron experts tp2 ep2": (2, "megatron", {"tp": 2, "ep": 2}, "qwen3_moe", 4),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
+    "megatron qwen3_5": (1, "megatron", {}, "qwen3_5", 2),
+    "megatron qwen3_5 tp2": (2, "megatron", {"tp": 2}, "qwen3_5", 2),
+    "megatron qwen3_5 pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}, "qwen3_5", 4),
+    "megatron qwen3_5_moe ep2": (2, "megatron", {"ep": 2}, "qwen3_5_moe", 4),
     "external": (1, EXTERNAL, {}, "qwen3", 2),
     "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
     "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
@@ -99,7 +103,10 @@ def test_samples_as_hugging_face(model, layout):
     run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
 
 
-COMPANY = ["fsdp dp2", "megatron pp2", "megatron ep2", "external dp2", "megatron mistral", "megatron tp2"]
+COMPANY = [
+    "fsdp dp2", "megatron qwen3_5 tp2", "megatron pp2", "megatron ep2", "external dp2", "megatron mistral", "megatron tp2",
+    "megatron qwen3_5 pp2 vpp2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", in_tiers(COMPANY[:2], COMPANY[2:4], COMPANY))
@@ -107,7 +114,7 @@ def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
 
-@pytest.mark.parametrize("layout", in_tiers(["megatron"], ["fsdp dp2"], ["fsdp dp2", "megatron", "megatron pp2 vpp2"]))
+@pytest.mark.parametrize("layout", in_tiers(["megatron qwen3_5"], ["fsdp dp2"], ["fsdp dp2", "megatron qwen3_5", "megatron pp2 vpp2"]))
 def test_the_cache_is_bounded(model, layout):
     """Of mrl's own cache; an engine of another package need have none."""
     run(layout, "the_cache_is_bounded", model)
@@ -119,26 +126,26 @@ def test_the_weights_of_now_generate(model, layout):
 
 
 TWO_WAYS = [
-    "megatron", "megatron mistral", "megatron qwen2_moe", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2",
+    "megatron", "megatron qwen3_5 tp2", "megatron mistral", "megatron qwen2_moe", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2",
     "megatron deepseek_v3 tp2", "megatron gpt_oss tp2", "megatron tp2", "megatron deepseek_v3 pp2", "megatron experts tp2",
     "megatron glm4_moe ep2", "megatron olmoe tp2",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", slow_but(TWO_WAYS[:8], TWO_WAYS))
+@pytest.mark.parametrize("layout", slow_but(TWO_WAYS[:9], TWO_WAYS))
 def test_gpt_model_itself_gives_the_same(model, layout):
     """The megatron engine alone has two ways through a model."""
     run(layout, "gpt_model_itself_gives_the_same", model)
 
 
 FIXED = [
-    "megatron qwen2_moe", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
+    "megatron qwen2_moe", "megatron qwen3_5 tp2", "megatron pp2", "megatron mistral", "megatron tied tp2", "megatron pp2 vpp2",
     "megatron deepseek_v3 tp2", "megatron gpt_oss tp2", "megatron deepseek_v3 pp2", "megatron experts tp2 ep2",
     "megatron olmoe tp2",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(FIXED[:2], FIXED[2:7], FIXED))
+@pytest.mark.parametrize("layout", in_tiers(FIXED[:3], FIXED[3:8], FIXED))
 def test_fixed_shapes_give_the_same(model, layout):
     run(layout, "fixed_shapes_give_the_same", model)
 
@@ -148,12 +155,12 @@ def test_experts_on_ranks_have_no_fixed_shapes(model):
 
 
 INVARIANT = [
-    "megatron", "megatron pp2", "megatron cp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron experts tp2",
+    "megatron qwen3_5", "megatron", "megatron pp2", "megatron cp2", "megatron gpt_oss", "megatron qwen2_moe", "megatron experts tp2",
     "megatron dp2", "megatron tp4", "megatron deepseek_v3 tp2", "megatron mistral",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[1:5], INVARIANT))
+@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[1:6], INVARIANT))
 def test_company_changes_no_bit(model, layout):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
     config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None, size=1)
