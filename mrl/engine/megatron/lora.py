@@ -134,7 +134,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     of=shape,
                     tensor=tensor,
                     spans_of_ranks=tuple(divided) if is_split else ((Span(0, 0, 0, size[0]),),),
-                    interleaved=interleaved_rows(family, rule.hf[0] if place is None else place.stored) if tensor == "B" else 1,
+                    interleaved=1 if place is None or tensor == "A" else interleaved_rows(family, place.stored),
                 )
             )
     return rules
