@@ -31,7 +31,7 @@ from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, Genera
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
-from mrl.weights.mtp import COUNT as MTP_COUNT
+from mrl.weights.mtp import count_key
 from mrl.weights.rules import value_head_config
 from mrl.weights.safetensors_io import HFWriter, SafetensorsReader, TensorInfo
 from mrl.weights.table import Family
@@ -456,4 +456,4 @@ class BaseEngine(EngineChecks, abc.ABC):
         if family is None or self.config.mtp is not None:
             return changes
         left_out = mtp_tensors_of_folder(self.config.model.path, family, hf_config)
-        return changes | ({MTP_COUNT: 0} if left_out else {})
+        return changes | ({count_key(hf_config): 0} if left_out else {})

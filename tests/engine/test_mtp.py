@@ -28,13 +28,16 @@ LAYOUTS = [
     ("glm4_moe", 1, 2, {"cp": 2}, {"tokens": 64}),
     ("glm4_moe", 2, 2, {}, {"size": 1}),
     ("deepseek_v3", 1, 2, {"ep": 2}, {"size": 2}),
+    ("qwen3_5", 1, 2, {"cp": 2}, {"tokens": 64}),
+    ("qwen3_5_moe", 1, 2, {"pp": 2}, {"size": 2}),
+    ("qwen3_5", 1, 2, {"tp": 2}, {"size": 4}),
     ("deepseek_v3", 2, 2, {"pp": 2, "vpp": 2}, {"size": 2}),
     ("deepseek_v3", 1, 4, {"tp": 2, "pp": 2}, {"size": 2, "recompute": "full"}),
 ]
 
 
 @pytest.mark.parametrize(
-    "family, layers, world, parallel, cut", in_tiers(LAYOUTS[:1], LAYOUTS[-2:] + LAYOUTS[4:5], LAYOUTS), ids=str
+    "family, layers, world, parallel, cut", in_tiers(LAYOUTS[:1], LAYOUTS[-3:] + LAYOUTS[7:8], LAYOUTS), ids=str
 )
 def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
     deep = {"num_hidden_layers": 2 * parallel["vpp"]} if "vpp" in parallel else {}
