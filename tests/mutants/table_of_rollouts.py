@@ -53,8 +53,12 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        RULE,
+        f"{AHEAD}later_turns_keep_the_weights_of_the_first",
         ("            sampler.hold()\n", ""),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        RULE,
         ("collector.collect(prompts, launch.iteration * self._steps + 1, launch.made)", "collector.collect(prompts, launch.made + 1, launch.made)"),
     ),
     *_of(
