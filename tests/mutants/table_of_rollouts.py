@@ -81,6 +81,11 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
+        f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[two at a weight sync]",
+        ("                    fleet.abort_syncs()\n", "                    pass\n"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
         f"{AHEAD}metrics_say_how_old_the_weights_are",
         ("launched.iteration - launched.made / self._steps", "launched.iteration - launched.made"),
     ),
@@ -129,6 +134,12 @@ OF_ROLLOUTS = (
         "trainers/rl/test_rollout_ranks.py",
         ("            self._engine.load_hf(path)\n", "            pass\n"),
         ("micro_batch=role.engine.micro_batch", "micro_batch=role.engine.micro_batch, parallel=role.engine.parallel"),
+    ),
+    *_of(
+        "engine/collective.py",
+        "trainers/rl/test_rollout_ranks.py::test_messages_name_ranks_by_their_number_among_all",
+        ("return rank - own + int(", "return rank if True else int("),
+        ("{LAUNCHED_RANK: str(rank), ", "{"),
     ),
     *_of(
         "rollout/recorded.py",

@@ -249,12 +249,34 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
-            os.kill(pid, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hang_and_hurry(pid)
 
     with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
         yield
+
+
+@contextlib.contextmanager
+def hurried_at_sync(step: int, pid: int) -> Iterator[None]:
+    """As `hurried_at`, as servers are about to get the weights that `step` is the first to change."""
+    now: set[bool] = set()
+
+    def at_take(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            now.add(True)
+
+    def at_sync(*_: Any) -> None:
+        if now:
+            hang_and_hurry(pid)
+
+    take = before(ppo, "take_launched", at_take), before(Fleet, "send", at_sync)
+    with take[0], take[1], mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
+def hang_and_hurry(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 @contextlib.contextmanager
@@ -311,7 +333,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
-        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, hurried_at_sync, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip

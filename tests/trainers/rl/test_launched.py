@@ -114,6 +114,7 @@ def two_groups(inputs, tmp_path_factory):
     return folder
 
 
+SIGNALS = {"two signals": {"happening": "hurried_at"}, "two at a weight sync": {"happening": "hurried_at_sync"}}
 RUNS = {"whole": {}, "two_ahead": ADAPTERS, "two_groups": GROUPS}
 
 
@@ -250,9 +251,10 @@ def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path):
+@pytest.mark.parametrize("how", [{"after_rollout": True}, SIGNALS["two at a weight sync"]], ids=["ends", "hangs"])
+def test_a_server_that_is_lost_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path, how):
     """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
-    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, after_rollout=True)
+    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, **how)
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
@@ -260,7 +262,7 @@ def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, wh
 @pytest.mark.parametrize("how", ["server ends", "two signals"])
 def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path, how):
     server = Running(inputs / "model", seconds=1.0)
-    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, two_signals=how == "two signals")
+    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, **SIGNALS.get(how, {}))
     assert "iteration 3" in said and "not the unbroken run" in said
     staleness = [row["rollout/staleness"] for row in steps(tmp_path / "run") if "rollout/staleness" in row]
     assert staleness == [0, 1, 0, 1]
@@ -272,14 +274,12 @@ def indices_of(run: pathlib.Path) -> list[list[int]]:
     return [[row["index"] for row in rows] for rows in tiny_policies.samples_of(run).values()]
 
 
-def restarted(config, inputs, server, after_rollout=False, two_signals=False) -> str:
+def restarted(config, inputs, server, happening="killed_at", **how) -> str:
     """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
-    kill = {"pid": server.process.pid, "step": 3}
-    if two_signals:
-        train(config, ended="stopped", happening="hurried_at", **kill)
-    else:
-        message = train(config, ended="ServerError", happening="killed_at", after_rollout=after_rollout, **kill)
-        assert "steps 1 to 4 are saved in" in message
+    ended = "ServerError" if happening == "killed_at" else "stopped"
+    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 60}}})
+    message = train(config, ended=ended, happening=happening, pid=server.process.pid, step=3, **how)
+    assert ended == "stopped" or "steps 1 to 4 are saved in" in message
     server.close()
     again = Running(inputs / "model")
     try:
@@ -289,7 +289,7 @@ def restarted(config, inputs, server, after_rollout=False, two_signals=False) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["server ends", "SIGTERM", "two signals"])
+@pytest.mark.parametrize("how", ["server ends", "SIGTERM", *SIGNALS])
 def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahead, tmp_path, how):
     """With adapters the checkpoint has the weights of rollouts that broke off."""
     config = config_of(inputs, tmp_path / "run", server, **ADAPTERS)
@@ -297,7 +297,7 @@ def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahe
         train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
         train(config)
     else:
-        said = restarted(config, inputs, server, two_signals=how == "two signals")
+        said = restarted(config, inputs, server, **SIGNALS.get(how, {}))
         assert "not the unbroken run" not in said
     assert made_of(tmp_path / "run") == made_of(two_ahead)
 
