@@ -8,6 +8,7 @@ LINKS = "rollout/test_links.py"
 OF_SERVERS = "rollout/test_links_of_servers.py"
 AHEAD = "trainers/rl/test_launched.py::test_"
 RULE = f"{AHEAD}each_rollout_is_sampled_by_the_weights_of_the_rule"
+LATER = f"{AHEAD}later_turns_keep_the_weights_of_the_first"
 BROKE_OFF = f"{AHEAD}a_rollout_that_broke_off_is_sampled_by_the_newest_weights"
 SEVERAL = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[server ends]"
 
@@ -53,7 +54,7 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        f"{AHEAD}later_turns_keep_the_weights_of_the_first",
+        LATER,
         ("            sampler.hold()\n", ""),
     ),
     *_of(
@@ -111,7 +112,7 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "rollout/fleet.py",
-        (RULE, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
+        (LATER, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
         ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
         ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
         ("server.most_adapters < adapters", "False"),
