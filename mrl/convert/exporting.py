@@ -188,8 +188,8 @@ def _notes(source: Source) -> list[str]:
         return notes
     return [
         *notes,
-        f"{count_key(source.hf_config)} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens "
-        f"({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
+        f"{count_key(source.hf_config)} is 0 in config.json: the layers of {source.companion_folder} that predict "
+        f"further tokens ({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]
 
 

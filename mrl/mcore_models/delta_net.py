@@ -62,7 +62,9 @@ class GatedDeltaNet(MegatronModule):
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
         rows = self.mixed + self.sharing * (self.value + 2)
-        self.in_proj = submodules.in_proj(config.hidden_size, heads * rows, gather_output=False, **wide)
+        self.in_proj = submodules.in_proj(
+            config.hidden_size, heads * rows, gather_output=False, tp_comm_buffer_name="qkv", **wide
+        )
         options = {"dtype": config.params_dtype, "device": devices.device()}
         convolution = torch.empty(self.heads * self.mixed, 1, config.linear_conv_kernel_dim, **options)
         torch.nn.init.uniform_(convolution, -(config.linear_conv_kernel_dim**-0.5), config.linear_conv_kernel_dim**-0.5)
@@ -76,7 +78,7 @@ class GatedDeltaNet(MegatronModule):
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
         self.out_norm = GatedNorm(self.value, config.layernorm_epsilon, self.tp, options)
         self.out_proj = submodules.out_proj(
-            values * self.value, config.hidden_size, input_is_parallel=True,
+            values * self.value, config.hidden_size, input_is_parallel=True, tp_comm_buffer_name="proj",
             **wide | {"init_method": config.output_layer_init_method, "skip_bias_add": True},
         )  # fmt: skip
 

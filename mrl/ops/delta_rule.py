@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,20 +43,19 @@ class Chunks:
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
         """Returns the chunks of sequences of these lengths. A sequence of no tokens has no chunk."""
         size, total = max(1, min(CHUNK, max(lengths))), sum(lengths)
-        lengths_N = torch.tensor(lengths)
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        by_length = torch.argsort(lengths_N, descending=True, stable=True)
+        lengths_N = np.array(lengths)
+        starts_N = lengths_N.cumsum() - lengths_N
+        by_length = np.argsort(-lengths_N, kind="stable")
         counts = (lengths_N + size - 1) // size
-        active = [int((counts > number).sum()) for number in range(int(counts.max()))]
-        sequence = torch.cat([by_length[:count] for count in active])
-        number = torch.arange(len(active)).repeat_interleave(torch.tensor(active))
-        inside = number[:, None] * size + torch.arange(size)
-        token = (starts_N[sequence, None] + inside).where(inside < lengths_N[sequence, None], total).flatten()
-        place = torch.empty(total + 1, dtype=torch.int64)
-        place[token] = torch.arange(token.numel())
-        positions = torch.arange(total) - starts_N.repeat_interleave(lengths_N)
+        active = [int((counts > number).sum()) for number in range(counts.max())]
+        sequence = np.concatenate([by_length[:count] for count in active])
+        inside = np.repeat(np.arange(len(active)), active)[:, None] * size + np.arange(size)
+        token = np.where(inside < lengths_N[sequence, None], starts_N[sequence, None] + inside, total).ravel()
+        place = np.empty(total + 1, dtype=np.int64)
+        place[token] = np.arange(token.size)
+        positions = np.arange(total) - np.repeat(starts_N, lengths_N)
         token, place, by_length, positions = (
-            devices.tensor_on(device, t) for t in (token, place[:total], by_length, positions)
+            devices.tensor_on(device, values) for values in (token, place[:total], by_length, positions)
         )
         return cls(size, token, place, tuple(active), by_length, positions)
 

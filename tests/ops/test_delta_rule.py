@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     causal_conv1d_fn,
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
 
-from mrl.ops.delta_rule import CausalConvolution, Chunks, chunked_rule, one_token_rule, unit
+from mrl.ops.delta_rule import CHUNK, CausalConvolution, Chunks, chunked_rule, one_token_rule, unit
 
 CPU = torch.device("cpu")
 HEADS, SHARING, KEY, VALUE = 2, 2, 8, 12
@@ -160,3 +161,30 @@ def test_in_bfloat16_the_convolution_rounds_once():
     positions = Chunks.of((9,), CPU).positions
     exact = F.conv1d(F.pad(rows.double().t(), (3, 0))[None], weight.double()[:, None], groups=6)[0].t()
     assert torch.equal(CausalConvolution.apply(rows, weight, positions), exact.bfloat16())
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that a GPU's host would start, views too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(lengths: list[int]) -> int:
+    """Those of a forward and a backward pass."""
+    query, key, *rest = (x.requires_grad_() for x in inputs(sum(lengths)))
+    query, key, chunks = unit(query), unit(key), Chunks.of(lengths, CPU)
+    with Operations() as found:
+        chunked_rule(query, key, *rest, chunks)[0].sum().backward()
+    return found.count
+
+
+def test_operations_grow_with_the_longest_document_alone():
+    four, eight = operations([4 * CHUNK]), operations([8 * CHUNK])
+    assert operations([4 * CHUNK] * 7) <= four + 10
+    assert operations([4 * CHUNK, 1, CHUNK + 6]) <= four + 20
+    assert eight - four <= 4 * 70
+    assert four <= 500

@@ -437,13 +437,14 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     hf = read_hf_config(config.model.path)
     fields = fields_of(dict(hf))
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
-    windows = fields.get("window_attn_skip_freq")
+    windows, linear = fields.get("window_attn_skip_freq"), fields.get("linear_attention_freq")
     plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, 0 if config.mtp is None else num_mtp_layers(hf))
     adapted = _adapted_modules(config)
 
     def kind(layer: int) -> tuple:
         of_experts = experts[layer] if isinstance(experts, list) else experts
-        return (of_experts, windows[layer] if windows else None, adapted.get(layer))
+        of_attention = (windows[layer] if windows else None, linear[layer] if linear else None)
+        return (of_experts, of_attention, adapted.get(layer))
 
     found = []
     for stage in range(dims.pp):

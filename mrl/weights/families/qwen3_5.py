@@ -9,7 +9,8 @@ from mrl.weights.table import ATTENTION, DENSE_MLP, OWN_MTP, QK_NORM, Entry, Fam
 
 LINEAR = frozenset("""
     layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
-    linear_num_value_heads linear_value_head_dim full_attention_interval mamba_ssm_dtype attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    linear_num_value_heads linear_value_head_dim full_attention_interval mamba_ssm_dtype attn_output_gate
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that `linear_fields` reads."""
 
