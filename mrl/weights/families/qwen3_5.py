@@ -8,8 +8,9 @@ from mrl.weights.fields import DENSE, dense_fields, require, rotary_percent
 from mrl.weights.table import ATTENTION, DENSE_MLP, QK_NORM, Entry, Family, HFConfig, delta_net, delta_sizes
 
 LINEAR = frozenset("""
-    layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
-    linear_value_head_dim full_attention_interval mamba_ssm_dtype attn_output_gate
+    layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+    linear_num_value_heads linear_value_head_dim full_attention_interval mamba_ssm_dtype attn_output_gate
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that `linear_fields` reads."""
 
@@ -54,5 +55,6 @@ FAMILY = Family(
     dense=DENSE_MLP,
     sizes=delta_sizes,
     reads=DENSE | LINEAR,
+    carries=("mtp.",),  # layers that predict further tokens, of which transformers has no model
     fields=fields,
 )

@@ -28,5 +28,6 @@ FAMILY = Family(
     is_sparse=every_layer,
     sizes=sizes,
     reads=DENSE | EXPERTS | LINEAR | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    carries=QWEN3_5.carries,
     fields=fields,
 )
