@@ -12,6 +12,7 @@ import torch
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ConfigError
 from mrl.weights.accounting import SCORE, check_model
+from mrl.weights.composites import CarriedReader
 from mrl.weights.fused import unstack_experts
 from mrl.weights.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
 from mrl.weights.mtp import mtp_tensors, num_mtp_layers
@@ -66,4 +67,5 @@ def open_imported(
     about = read_description(path)["architecture"]
     check_architecture(about, family, hf_config, companions or path)
     stored = TorchDistReader(Path(path) / FOLDER)
-    return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])
+    beside = CarriedReader(companions or path, family)
+    return McoreReader(stored, family, hf_config, beside, spec=about["layer_spec"], head=about["head"])

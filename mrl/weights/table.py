@@ -8,7 +8,7 @@ below; a family's file puts them together and adds its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 HFConfig = Mapping[str, Any]
@@ -81,6 +81,18 @@ class Family:
     stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
     mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.mtp`
     mtp_block: str = "model.layers.{l}."  # what the files' names of its block begin with
+    prefix: str = "model."  # what files have in place of the `model.` of names in the table
+    carries: tuple[str, ...] = ()
+    """Beginnings of names in files of tensors that no engine reads, and that exports hold unchanged."""
+
+    def in_files(self, name: str) -> str:
+        """Returns the files' name of a tensor that no `Stack` holds. name: the table's, or the files'."""
+        other = name.startswith("model.") and not name.startswith((self.prefix, *self.carries))
+        return self.prefix + name.removeprefix("model.") if other else name
+
+    def carried(self, names: Iterable[str]) -> set[str]:
+        """Returns those of a folder's names that `carries` names."""
+        return {name for name in names if name.startswith(self.carries)}
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """Returns the entries of global layer number `layer` in a model with this config."""

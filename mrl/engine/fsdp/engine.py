@@ -43,7 +43,7 @@ from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
-from mrl.weights.hf_config import read_hf_config
+from mrl.weights.hf_config import changes_to_text, read_hf_config
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -391,5 +391,4 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         text = hf_config.get("text_config") or {}
         if self.config.model.init != "random" or text.get("model_type") != self.model.hf.config.model_type:
             return changes
-        # there are no weights of more than the text part to go with it
-        return dict.fromkeys(hf_config) | text | {"architectures": [type(self.model.hf).__name__]} | changes
+        return changes_to_text(self.config.model.path) | changes

@@ -59,5 +59,6 @@ FAMILY = Family(
     mtp=OWN_MTP,
     mtp_block="mtp.layers.0.",
     reads=DENSE | LINEAR,
+    carries=("mtp.",),  # layers that predict further tokens, of which transformers has no model
     fields=fields,
 )

@@ -30,5 +30,6 @@ FAMILY = Family(
     mtp=OWN_MTP,
     mtp_block="mtp.layers.0.",
     reads=DENSE | EXPERTS | LINEAR | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    carries=QWEN3_5.carries,
     fields=fields,
 )
