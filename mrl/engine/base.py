@@ -446,7 +446,7 @@ class BaseEngine(EngineChecks, abc.ABC):
                 changes = self._config_changes(family, hf_config)
                 writer = HFWriter(path, {**infos, **beside.tensors}, companions=folder, config_changes=changes)
                 out = ends.enter_context(writer)
-                for name in beside.tensors:
+                for name in beside.tensors.keys() - infos.keys():
                     out.add(name, beside(name)[()])
             for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):

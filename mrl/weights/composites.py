@@ -19,6 +19,7 @@ from mrl.weights.table import Family, Stack
 
 COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """The `model_type` of each composite, and that of its text part, which is the name of a table."""
+_PREFIX = "model.language_model."
 CARRIED = "carried"
 """The folder of carried tensors in what `mrl convert import` writes."""
 SOURCE = "source.json"
@@ -28,20 +29,23 @@ and `copies`: names of tensors that are another one again."""
 
 
 def composite(text: Family, model_type: str) -> Family:
-    """Returns the table of the composite `model_type` with this text part."""
-    stacks = tuple(
+    """Returns the table of the composite `model_type` with this text part, for files as they are published."""
+    carries = (*text.carries, "model.visual.")
+    return dataclasses.replace(
+        text, model_type=model_type, stacks=_stacks(text), prefix=_PREFIX, carries=carries
+    )  # fmt: skip
+
+
+def _stacks(family: Family) -> tuple[Stack, ...]:
+    return tuple(
         Stack(
             f"model.layers.{{l}}.mlp.experts.{'down_proj' if entry.kind == 'row' else 'gate_up_proj'}",
             tuple(name for name, _ in entry.hf),
             interleaved=False,
         )
-        for entry in text.sparse
+        for entry in family.sparse
         if entry.of_expert
     )
-    return dataclasses.replace(
-        text, model_type=model_type, stacks=stacks, prefix="model.language_model.",
-        carries=(*text.carries, "model.visual."),
-    )  # fmt: skip
 
 
 def text_fields(whole: Any) -> dict[str, Any]:
@@ -57,11 +61,17 @@ def text_fields(whole: Any) -> dict[str, Any]:
 
 
 def as_stored_in(folder: str | Path, family: Family) -> Family:
-    """Returns `family` with its experts one by one, if it is a composite's and the model folder has them so."""
-    if family.model_type not in COMPOSITES or not family.stacks:
+    """Returns `family` with the names of the model folder, if it is a composite's or its text part's.
+
+    transformers keeps the prefix where it saves the text part of a composite alone.
+    """
+    names = tensor_names(folder) if family.model_type in {*COMPOSITES, *COMPOSITES.values()} else set()
+    if not names:
         return family
-    alone = family.in_files(family.stacks[0].parts[0].format(l=0, e=0))
-    return dataclasses.replace(family, stacks=()) if alone in tensor_names(folder) else family
+    prefix = _PREFIX if f"{_PREFIX}embed_tokens.weight" in names else "model."
+    family = dataclasses.replace(family, prefix=prefix)
+    stacks = [stack for stack in _stacks(family) if family.in_files(stack.stored.format(l=0)) in names]
+    return dataclasses.replace(family, stacks=tuple(stacks))
 
 
 def tensor_names(folder: str | Path) -> set[str]:

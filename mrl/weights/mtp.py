@@ -38,7 +38,12 @@ def mtp_tensors(names: Iterable[str], hf_config: HFConfig) -> list[str]:
 
 
 def mtp_layers(names: Iterable[str], hf_config: HFConfig) -> int:
-    """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none."""
+    """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none.
+
+    Those under `mtp.` do not count: conversions carry them (`Family.carries`).
+    """
+    if OWN_COUNT in hf_config:
+        return 0
     return num_mtp_layers(hf_config) if mtp_tensors(names, hf_config) else 0
 
 

@@ -22,14 +22,20 @@ MTP = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.ex
 
 
 def make(
-    folder: pathlib.Path, kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, stacked: bool = True
-) -> pathlib.Path:
-    """A folder as they are published: in two files, MTP layers among its tensors, and announced in config.json."""
+    folder: pathlib.Path, kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, stacked: bool = True,
+    again: bool = False,
+) -> pathlib.Path:  # fmt: skip
+    """A folder as they are published: in two files, MTP layers among its tensors, and announced in config.json.
+
+    again: a tied head is stored, too.
+    """
     tiny_composite.make_composite(str(folder), kind, tied=tied, mtp_num_hidden_layers=1)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
     tensors = load_file(folder / "model.safetensors")
     if stacked:
-        tensors = {name: t.contiguous() for name, t in model.state_dict().items() if not (tied and "lm_head" in name)}
+        tensors = {
+            name: t.clone() for name, t in model.state_dict().items() if again or not (tied and "lm_head" in name)
+        }
     (folder / "model.safetensors").unlink()
     generator = torch.Generator().manual_seed(1)
     tensors |= {name: torch.randn(shape, generator=generator) for name, shape in MTP.items()}

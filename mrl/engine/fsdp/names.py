@@ -46,7 +46,8 @@ def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) 
     if head == "value" and name == "lm_head.weight":
         return [FileTensor("score.weight")]
     match = _FUSED.fullmatch(name)
-    if match is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
+    stacked = match is not None and any(stack.stored.format(l=match[1]) == name for stack in family.stacks)
+    if match is None or not family.sparse or stacked:  # stacked experts are in the files as in memory
         return [FileTensor(family.in_files(name))]
     layer = int(match[1])
     if match[2] == "gate.weight":
