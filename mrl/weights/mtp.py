@@ -2,7 +2,8 @@
 
 Files hold them as `model.layers.N` and up, N being num_hidden_layers; those of Qwen3.5 under `mtp.`. Each has norms of
 its own, a block, and a matrix that joins a hidden state with the embedding of the next token. It may hold the model's
-embedding and output layer a second time; megatron keeps one. Engines neither train nor export these layers; conversions carry them.
+embedding and output layer a second time; megatron keeps one. Engines neither train nor export these layers unless
+`model.mtp` is set; conversions carry them.
 """
 
 from __future__ import annotations

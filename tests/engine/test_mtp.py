@@ -124,6 +124,24 @@ def test_a_resumed_run_goes_on_to_the_bit_and_exports_them(tmp_path, world, para
         assert load_folder(exported(tmp_path / "again", **kept)).keys() == before.keys()
 
 
+def test_those_of_qwen3_5_come_from_the_run_where_they_train_and_from_the_folder_elsewhere(tmp_path):
+    folder = mtp.make_model(str(tmp_path / "model"), "qwen3_5")
+    for trains in (True, False):
+        out = tmp_path / str(trains)
+        config = tiny.role(folder, backend="megatron", size=4)
+        config = dataclasses.replace(config, mtp=MTPConfig() if trains else None)
+        found = run_case(1, "tests.engine.mtp:resumes", config=config, out=str(out), parallel=[])
+        before, after = load_folder(folder), load_folder(str(out / "hf"))
+        assert after.keys() == before.keys()
+        own = {name for name in before if name.startswith("mtp.")}
+        assert len(own) == 15 and (own <= found["weights"].keys()) == trains
+        again = load_folder(exported(out / "again", checkpoint=str(out / "step_00000001"), folder=folder))
+        assert again.keys() == before.keys()
+        for name in own:
+            assert torch.equal(after[name], found["weights"][name] if trains else before[name]), name
+            assert torch.equal(again[name], before[name]) != trains, name
+
+
 def exported(out, *, checkpoint, folder):
     export_hf(checkpoint, out, model=folder)
     return str(out)
