@@ -4,7 +4,9 @@ some layers. All norms but one have the factor 1 + weight."""
 import dataclasses
 from typing import Any
 
+from mrl.errors import ModelError
 from mrl.weights.fields import DENSE, dense_fields, require, rotary_percent
+from mrl.weights.json_file import shorten_value
 from mrl.weights.table import ATTENTION, DENSE_MLP, OWN_MTP, QK_NORM, Entry, Family, HFConfig, delta_net, delta_sizes
 
 LINEAR = frozenset("""
@@ -28,6 +30,10 @@ def is_linear(config: HFConfig, layer: int) -> bool:
 
 def linear_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of layers with gated delta nets among others, and of what both have."""
+    unknown = sorted(set(hf["layer_types"]) - {"full_attention", "linear_attention"})
+    if unknown:
+        why = "layer_types must name full_attention or linear_attention for each layer"
+        raise ModelError("config.json", why=why, fix=f"got {shorten_value(unknown)}")
     require(hf, "attn_output_gate", (True, None))
     require(hf, "mamba_ssm_dtype", ("float32", None))
     require(hf, "mtp_num_hidden_layers", (0, 1, None))
