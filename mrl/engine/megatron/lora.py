@@ -133,7 +133,8 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     layer=rule.layer,
                     of=shape,
                     tensor=tensor,
-                    spans_of_ranks=tuple(divided) if is_split else ((Span(0, 0, 0, size[0]),),),
+                    # on one rank, too: a gated delta net's rows are in another order than the file's
+                    spans_of_ranks=tuple(divided) if tensor == split else ((Span(0, 0, 0, size[0]),),),
                     interleaved=interleaved_rows(family, rule.hf[0] if place is None else place.stored) if tensor == "B" else 1,
                 )
             )
