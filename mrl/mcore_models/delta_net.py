@@ -91,7 +91,7 @@ class GatedDeltaNet(MegatronModule):
             return self.out_proj(self.cached(projected.squeeze(1), packed_seq_params.step).unsqueeze(1))
         inputs, gate = self._parts(projected.squeeze(1))
         if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
-            out = tensor_parallel.checkpoint(self._attend, False, inputs, packed_seq_params)
+            out = tensor_parallel.checkpoint(lambda x: self._attend(x, packed_seq_params), False, inputs)
         else:
             out = self._attend(inputs, packed_seq_params)
         return self.out_proj(self.out_norm(out, gate).flatten(1).unsqueeze(1))

@@ -136,8 +136,9 @@ def chunked_rule(
     query, key = (x.unsqueeze(2) for x in in_chunks[:2])  # [M, G, 1, C, K]
     value, decay, beta = in_chunks[2:]  # [M, G, R, C, V] and [M, G, R, C, 1]
     later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device).triu(1)
-    # from the begin of the chunk. In fp32 a head that forgets fast would lose the digits of its differences
-    kept = decay.double().cumsum(-2)
+    # from the begin of the chunk. In fp32 a head that forgets fast would lose the digits of its differences. A GPU's
+    # cumsum has no fixed order
+    kept = decay.double().transpose(-1, -2).masked_fill(later, 0).sum(-1, keepdim=True)
     between = (kept - kept.transpose(-1, -2)).float().masked_fill(later, -torch.inf).exp()  # [M, G, R, C, C]
     # the values that a chunk writes, and the keys by which it reads the state before it (eq. 8 to 10 of the paper)
     system = beta * (key @ key.transpose(-1, -2)) * between

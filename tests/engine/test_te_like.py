@@ -18,7 +18,7 @@ ROWS = (
     Row("qwen3_moe", "cp2", size=4, why="each rank turns packed tokens by positions of its own"),
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
     Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
-    Row("qwen3_5_moe", "tp2+spxdp2xep2", size=4),
+    Row("qwen3_5_moe", "tp2+spxdp2xep2", size=4, lora="all", why="adapters after norms whose factor is 1 + weight"),
     Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
 )
 

@@ -475,3 +475,19 @@ def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
         heads = fields["num_attention_heads"] // dims.tp
         return heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]) * item
     return max(1, fields["num_query_groups"] // dims.tp) * 2 * fields["kv_channels"] * item
+
+
+def state_bytes(config: RoleConfig, dims: ParallelDims) -> int:
+    """Returns bytes of one sequence's two states in a layer with a gated delta net, on one rank (mrl.ops.kv_cache)."""
+    fields = fields_of(dict(read_hf_config(config.model.path)))
+    heads, values = fields["linear_num_key_heads"] // dims.tp, fields["linear_num_value_heads"] // dims.tp
+    key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    channels = 2 * heads * key + values * value
+    convolution = channels * (fields["linear_conv_kernel_dim"] - 1) * DTYPES[config.model.dtype].itemsize
+    return convolution + 4 * values * key * value
+
+
+def linear_layers(config: RoleConfig) -> frozenset[int]:
+    """Returns the layers with a gated delta net, which keep states in place of keys and values."""
+    freq = fields_of(dict(read_hf_config(config.model.path))).get("linear_attention_freq") or ()
+    return frozenset(layer for layer, linear in enumerate(freq) if linear)
