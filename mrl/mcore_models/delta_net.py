@@ -88,6 +88,7 @@ class GatedDeltaNet(MegatronModule):
         """Returns (hidden states, None: no bias)."""
         projected, _bias = self.in_proj(hidden_states)
         if isinstance(packed_seq_params, CacheLayout):
+            assert packed_seq_params.step is not None
             return self.out_proj(self.cached(projected.squeeze(1), packed_seq_params.step).unsqueeze(1))
         inputs, gate = self._parts(projected.squeeze(1))
         if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
@@ -113,8 +114,8 @@ class GatedDeltaNet(MegatronModule):
     @property
     def parameters_of_heads(self) -> DeltaHeads:
         weight = self.conv_weight.squeeze(1).unflatten(0, (self.heads, self.mixed))
-        rates = (rate.unflatten(0, (self.heads, self.sharing)) for rate in (self.A_log, self.dt_bias))
-        return DeltaHeads(weight, *rates, self.key)
+        a_log, dt_bias = (rate.unflatten(0, (self.heads, self.sharing)) for rate in (self.A_log, self.dt_bias))
+        return DeltaHeads(weight, a_log, dt_bias, self.key)
 
     def _attend(self, inputs: Tensor, layout: PackedLayout) -> Tensor:
         """Returns the outputs [T, G, R, V] of this rank's tokens."""
@@ -131,6 +132,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of the micro-batch."""
+        assert layout.order is not None
         by_rank = all_to_all(self.cp, x[layout.order.argsort()])
         return by_rank.unflatten(0, (self.cp.size(), -1)).transpose(0, 1).flatten(1, 2)
 

@@ -28,8 +28,8 @@ class DeltaHeads:
 
     def part(self, rank: int, ranks: int) -> DeltaHeads:
         """Returns those of one of `ranks` equal parts of the heads."""
-        mine = (parameter.chunk(ranks)[rank] for parameter in (self.weight, self.a_log, self.dt_bias))
-        return DeltaHeads(*mine, self.key)
+        weight, a_log, dt_bias = (p.chunk(ranks)[rank] for p in (self.weight, self.a_log, self.dt_bias))
+        return DeltaHeads(weight, a_log, dt_bias, self.key)
 
     def __call__(self, inputs: Tensor, chunks: Chunks) -> Tensor:
         """Returns outputs [T, G, R, V] in the dtype of the inputs [T, G, 2K + R*V + 2R]."""

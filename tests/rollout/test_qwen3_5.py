@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.fleet import Probe
 from tests.engine import tiny, tiny_composite

@@ -44,7 +44,7 @@ def forward(
     **_: object,
 ) -> Tensor:
     """Returns [R, L, H], by the interface of transformers' module; keywords as of `document_attention`."""
-    heads, key = module.num_k_heads, module.head_k_dim
+    heads, key, of_ranks = module.num_k_heads, module.head_k_dim, Ulysses() if ulysses is None else ulysses
 
     def by_heads(blocks: Tensor, dim: int) -> Tensor:
         """Returns queries, keys and values of each head, from blocks of all queries, all keys and all values."""
@@ -62,13 +62,12 @@ def forward(
 
         def whole_rows(rows: Tensor) -> Tensor:
             """Returns [R, L, G, R*V] of whole rows [R, G, L, ...], by this rank's heads."""
-            count, here, length, _channels = rows.shape
-            mine = parameters if here == heads else parameters.part(ulysses.group.rank(), ulysses.size)
+            count, _heads, length, _channels = rows.shape
+            mine = parameters if of_ranks.group is None else parameters.part(of_ranks.group.rank(), of_ranks.size)
             lengths = [length] * count if document_lengths is None else list(document_lengths)
             of_rows = mine(rows.transpose(1, 2).flatten(0, 1), Chunks.of(lengths, rows.device))
             return of_rows.flatten(2).unflatten(0, (count, length))
 
-        of_ranks = Ulysses() if ulysses is None else ulysses
         out = of_ranks.attend(whole_rows, inputs.transpose(1, 2))
     gate = module.in_proj_z(hidden_states).view(-1, module.head_v_dim)
     normed = module.norm(out.reshape(-1, module.head_v_dim), gate)
