@@ -115,6 +115,7 @@ def two_groups(inputs, tmp_path_factory):
 
 
 SIGNALS = {"two signals": {"happening": "hurried_at"}, "two at a weight sync": {"happening": "hurried_at_sync"}}
+NONE_IS_WHOLE = {"no rollout is whole": {"happening": "killed_as_it_hangs", "hangs_from": 5}}
 RUNS = {"whole": {}, "two_ahead": ADAPTERS, "two_groups": GROUPS}
 
 
@@ -276,8 +277,8 @@ def indices_of(run: pathlib.Path) -> list[list[int]]:
 
 def restarted(config, inputs, server, happening="killed_at", **how) -> str:
     """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
-    ended = "ServerError" if happening == "killed_at" else "stopped"
-    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 60}}})
+    ended = "ServerError" if happening.startswith("killed") else "stopped"
+    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 20}}})
     message = train(config, ended=ended, happening=happening, pid=server.process.pid, step=3, **how)
     assert ended == "stopped" or "steps 1 to 4 are saved in" in message
     server.close()
@@ -289,7 +290,7 @@ def restarted(config, inputs, server, happening="killed_at", **how) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["server ends", "SIGTERM", *SIGNALS])
+@pytest.mark.parametrize("how", ["server ends", "SIGTERM", *SIGNALS, *NONE_IS_WHOLE])
 def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahead, tmp_path, how):
     """With adapters the checkpoint has the weights of rollouts that broke off."""
     config = config_of(inputs, tmp_path / "run", server, **ADAPTERS)
@@ -297,7 +298,7 @@ def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahe
         train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
         train(config)
     else:
-        said = restarted(config, inputs, server, **SIGNALS.get(how, {}))
+        said = restarted(config, inputs, server, **(SIGNALS | NONE_IS_WHOLE).get(how, {}))
         assert "not the unbroken run" not in said
     assert made_of(tmp_path / "run") == made_of(two_ahead)
 
