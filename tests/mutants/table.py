@@ -1,5 +1,5 @@
-"""The mutants of models, losses, batches, engines, checkpoints and plans; those of the commands that inspect a run or a
-machine are in table_of_commands.py, those of `mrl serve` in table_of_serve.py."""
+"""The mutants of losses, batches, engines, checkpoints and plans; those of models are in table_of_models.py, of the commands
+that inspect a run or a machine in table_of_commands.py, of `mrl serve` in table_of_serve.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tests.mutants.mutant import of as _of
 from tests.mutants.table_of_commands import OF_COMMANDS
 from tests.mutants.table_of_data import OF_DATA
 from tests.mutants.table_of_metrics import OF_METRICS
+from tests.mutants.table_of_models import OF_DELTA_NETS, OF_MODELS
 from tests.mutants.table_of_rollouts import OF_ROLLOUTS
 from tests.mutants.table_of_serve import OF_SERVE
 
@@ -204,98 +205,11 @@ SCALING_AND_OPTIMIZER = (
     ),
 )  # fmt: skip
 
-MODELS = (
-    *_of(
-        "engine/logprobs.py",
-        "engine/test_logprobs.py",
-        ("log_total - weighted / total, largest", "log_total + weighted / total, largest"),
-        ("grad.div_(spec.temperature)", "grad"),
-        ("min(max(self.vocab_size - self.start, 0), columns)", "columns"),
-        ("largest = local_max.clone()\n", "largest = local_max.clone() + 1\n        local_max = local_max + 2\n"),
-    ),
-    *_of(
-        "engine/sampling.py",
-        "engine/test_sampling.py",
-        ("z = z / rows.temperature[:, None]", "z = z * rows.temperature[:, None]"),
-        ("((reached - mass) < rows.top_p[:, None])", "(reached < rows.top_p[:, None])"),
-        ("(rows.top_k - 1).clamp(", "rows.top_k.clamp("),
-        ("largest + rows.min_p.log()", "largest + rows.min_p"),
-        ("return token + shard.start, part[2] - part[3]", "return token + shard.start, part[0] - part[3]"),
-    ),
-    *_of(
-        "engine/fsdp/attention.py",
-        "engine/test_fsdp_model.py::test_windows_and_chunks_are_those_of_transformers",
-        ("mask.chunk or max(1, t.shape[2])", "(mask.chunk or t.shape[2]) + 1"),
-        (", mask.window, s_aux, softcap)", ", mask.window and mask.window + 1, s_aux, softcap)"),
-        ("DocumentMask(chunk=local_size) if chunked else", "DocumentMask(window=local_size) if chunked else"),
-    ),
-    *_of(
-        "engine/fsdp/rotary.py",
-        "engine/test_fsdp_parity.py::test_equal_to_hugging_face[phi3 long rope, dp1, padded, size 4, fsdp]",
-        ("clamp(min=min(self.limit, int(lengths.max())))", "clamp(min=int(lengths.max()))"),
-    ),
-    *_of(
-        "ops/kv_cache.py",
-        "mcore_models/test_attention.py",
-        ("hidden |= places <= at - window", "hidden |= places < at - window"),
-    ),
-    *_of(
-        "mcore_models/decoder.py",
-        "mcore_models/test_decoder.py",
-        ("normed.mul_(self.weight).to(x.dtype)", "normed.to(x.dtype) * self.weight.to(x.dtype)"),
-        ("weight + 1 if owner.zero_centered_gamma else weight", "weight"),
-    ),
-    *_of(
-        "mcore_models/decoder.py",
-        "engine/test_te_like.py::test_the_decoder_takes_its_modules[qwen3_moe-parallel0]",
-        ("(self._activated(F.linear(x, fc1, bias1)) * prob[:, None])", "self._activated(F.linear(x, fc1, bias1))"),
-    ),
-    *_of(
-        "mcore_models/dispatch.py",
-        ("mcore_models/test_dispatch.py", "engine/test_padding.py::test_other_ways_of_tokens_to_experts"),
-        ("return sum_of_rows(grad, rows), None, None", "return grad[: len(rows)], None, None"),
-        ("self.drop_and_pad or config.moe_expert_capacity_factor is not None", "self.drop_and_pad"),
-    ),
-    *_of(
-        "mcore_models/dispatch.py",
-        "cuda/test_engine.py::test_a_rank_makes_an_update[Qwen1.5-MoE-A2.7B full router losses bf16 moments rank 0 of 1]",
-        ("dispatch_preprocess\": dispatch_preprocess", "dispatch_preprocess\": preprocess"),
-    ),
-    *_of(
-        "mcore_models/decode_graphs.py",
-        "mcore_models/test_decoder.py",
-        ("between if sequences <= between and power >= 4 else power", "power"),
-    ),
-    *_of(
-        "engine/megatron/generate.py",
-        "engine/test_generation.py::test_same_in_any_company[megatron pp2]",
-        ("if all(exact for _, _, exact in found):", "if found is not None:"),
-    ),
-    *_of(
-        "ops/masked.py",
-        "mcore_models/test_attention.py",
-        ("allowed.triu(k_length - q_length - window + 1)", "allowed.triu(k_length - q_length - window)"),
-    ),
-    *_of(
-        "ops/causal.py",
-        ("mcore_models/test_attention.py", "ops/test_causal.py"),
-        ("scoring.window is None or scoring.window >= keys", "scoring.window is None or scoring.window + 1 >= keys"),
-        ("window is None and queries == keys:", "queries == keys:"),
-        ("causal_mask(q.shape[2], k.shape[2], scoring.window,", "causal_mask(q.shape[2], k.shape[2], None,"),
-        ("key.repeat_interleave(times, dim=1)", "key.repeat(1, times, 1, 1)"),
-    ),
-    *_of(
-        "mcore_models/attention.py",
-        "mcore_models/test_attention.py",
-        ("config.window_size[0] + 1 if windowed", "config.window_size[0] + 2 if windowed"),
-    ),
-)  # fmt: skip
-
 CONVERTERS = (
     *_of(
         "weights/algebra.py",
         "weights/test_algebra.py",
-        ("group * rows + low - at, high - low", "group * rows, high - low"),
+        ("Span(source, 0, start + low - at, high - low)", "Span(source, 0, start, high - low)"),
         ("real = min(max(rows - start, 0), length)", "real = min(rows, length)"),
         ("return -(-vocab_size // unit) * unit", "return vocab_size // unit * unit"),
         ("Span(0, 1, *shard.share(shapes[0][1], 1))", "Span(0, 0, *shard.share(shapes[0][0], 1))"),
@@ -484,7 +398,9 @@ PLANS = (
 )  # fmt: skip
 
 MUTANTS = (
-    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
+    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
+    *OF_MODELS,
+    *OF_DELTA_NETS,
     *OF_COMMANDS,
     *OF_DATA,
     *OF_METRICS,
