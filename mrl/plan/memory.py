@@ -315,7 +315,7 @@ def _cache_bytes(phase: Phase, plan: RolePlan, stage: int) -> int:
     recurrent = sum(layer in linear for layer in layers)
     found = phase.cache_tokens * (len(layers) - recurrent) * meta.cache_bytes(plan.config, plan.dims)
     if recurrent:
-        found += min(_rows(phase, plan), phase.cache_tokens) * recurrent * meta.state_bytes(plan.config, plan.dims)
+        found += min(_rows(phase, plan), phase.cache_tokens) * recurrent * meta.recurrent_bytes(plan.config, plan.dims)
     return found
 
 

@@ -170,7 +170,7 @@ def the_cache_is_bounded(config: RoleConfig) -> None:
         for keys, values in cache.layers.values():
             assert keys.shape == values.shape and keys.shape[0] * keys.shape[2] <= 100
         for pair in cache.states.values():
-            assert sum(state[0].nbytes for state in pair) == meta.state_bytes(config, engine.model.dims)
+            assert sum(state[0].nbytes for state in pair) == meta.recurrent_bytes(config, engine.model.dims)
 
 
 def own_attention_in_place_of_another(config: RoleConfig) -> None:

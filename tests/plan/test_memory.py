@@ -129,7 +129,7 @@ def test_recurrent_layers_have_states_of_each_sequence(tmp_path):
     )
     dims = ParallelDims(8, tp=2, pp=2)
     states = 3 * (2 * 8 * 128 + 16 * 128) * 2 + 4 * 16 * 128 * 128
-    assert meta.state_bytes(config, dims) == states
+    assert meta.recurrent_bytes(config, dims) == states
     plan = role(config)
     stages = tuple(dataclasses.replace(stage, layers=((2, 3), (6, 7))) for stage in plan.forward)  # 3 and 7 have keys
     plan = dataclasses.replace(plan, dims=dims, trains=(), forward=stages, sampling=stages)

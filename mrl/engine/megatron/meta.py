@@ -477,7 +477,7 @@ def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
     return max(1, fields["num_query_groups"] // dims.tp) * 2 * fields["kv_channels"] * item
 
 
-def state_bytes(config: RoleConfig, dims: ParallelDims) -> int:
+def recurrent_bytes(config: RoleConfig, dims: ParallelDims) -> int:
     """Returns bytes of one sequence's two states in a layer with a gated delta net, on one rank (mrl.ops.kv_cache)."""
     fields = fields_of(dict(read_hf_config(config.model.path)))
     heads, values = fields["linear_num_key_heads"] // dims.tp, fields["linear_num_value_heads"] // dims.tp
