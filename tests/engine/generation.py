@@ -17,8 +17,8 @@ from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
-from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.engine.megatron import meta
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
 from mrl.mcore_models import decode_graphs, decoder
 from mrl.ops import kv_cache

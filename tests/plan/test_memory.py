@@ -124,9 +124,7 @@ def test_keys_and_values_of_a_token(tmp_path, model, dtype, tp, bytes_):
 
 def test_recurrent_layers_have_states_of_each_sequence(tmp_path):
     """Qwen3.5-9B on tp 2: eight key heads of 128, sixteen value heads of 128, three tokens before each."""
-    config = dataclasses.replace(
-        CONFIG, model=ModelConfig(path=str(models.write(DELTA, tmp_path)), dtype="bfloat16")
-    )
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=str(models.write(DELTA, tmp_path)), dtype="bfloat16"))
     dims = ParallelDims(8, tp=2, pp=2)
     states = 3 * (2 * 8 * 128 + 16 * 128) * 2 + 4 * 16 * 128 * 128
     assert meta.recurrent_bytes(config, dims) == states
