@@ -17,7 +17,7 @@ _SMALLEST_HEAD = 8
 _FFN = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _RECURRENT = ("linear_key_head_dim", "linear_value_head_dim")
-_MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+_MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FACTORS = ("short_factor", "long_factor")
 

@@ -25,7 +25,8 @@ from mrl.engine.stored_weights import open_imported
 from mrl.errors import ModelError, quoted
 from mrl.weights.accounting import SCORE
 from mrl.weights.companions import companion_files
-from mrl.weights.families import FAMILIES
+from mrl.weights.composites import COMPOSITES
+from mrl.weights.families import family_for, family_of
 from mrl.weights.hf_config import normalize, reads_images
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import is_imported
@@ -52,8 +53,8 @@ class CheckedModel:
 def count_parameters(raw: Mapping[str, Any], head: Head) -> int:
     """Returns the parameters of the model of a config.json."""
     config = normalize(raw)
-    if config["model_type"] in FAMILIES:
-        shapes = expected_hf_names(FAMILIES[config["model_type"]], config, head=head)
+    if (family := family_of(config["model_type"])) is not None:
+        shapes = expected_hf_names(family, config, head=head)
         return sum(math.prod(shape) for shape in shapes.values())
     with torch.device("meta"):
         model = _transformers_model(config, head)
@@ -121,7 +122,7 @@ def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, 
 
 def _write_imported(source: str, out: str, config: dict[str, Any], head: Head) -> None:
     """Writes the weights of a folder of `mrl convert import` as transformers reads them."""
-    family = FAMILIES[config["model_type"]]
+    family = family_for(config)
     with contextlib.closing(open_imported(source, family, config)) as reader:
         expected = expected_hf_names(family, config, head=head)
         random = RandomWeights(expected, seed=0, std=_std(config))
@@ -133,7 +134,7 @@ def _write_imported(source: str, out: str, config: dict[str, Any], head: Head) -
 
 def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, noise: float) -> bool:
     """Writes random weights. Returns whether they are those that an engine starts from with model.init random."""
-    if config["model_type"] not in FAMILIES:  # of which transformers alone knows how it begins
+    if (family := family_of(config["model_type"])) is None:  # of which transformers alone knows how it begins
         torch.manual_seed(seed)
         model = _transformers_model(config, head)
         with torch.no_grad():
@@ -144,7 +145,7 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
         model.save_pretrained(out)
         Path(out, "config.json").write_bytes(kept)
         return False
-    shapes = expected_hf_names(FAMILIES[config["model_type"]], config, head=head)
+    shapes = expected_hf_names(family, config, head=head)
     random = RandomWeights(shapes, seed=seed, std=_std(config))
     with HFWriter(out, tensor_infos(shapes, torch.float32)) as writer:
         for name in shapes:
@@ -152,7 +153,7 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
             if noise and (tensor.ndim < 2 or name.endswith("bias")):
                 tensor = tensor + _noise(name, tensor.shape, noise, seed)
             writer.add(name, tensor)
-    return True
+    return config["model_type"] not in COMPOSITES  # of which an engine makes the text part alone
 
 
 def _noise(name: str, shape: torch.Size, size: float, seed: int) -> Tensor:

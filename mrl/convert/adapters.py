@@ -28,8 +28,10 @@ from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
 from mrl.weights.accounting import SCORE
 from mrl.weights.adapter_folder import CONFIG, MERGE
+from mrl.weights.composites import CarriedReader
 from mrl.weights.mcore_weights import FOLDER
 from mrl.weights.pread import LazySlice, Region
+from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
 from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
 from mrl.weights.stacks import interleaved_rows
@@ -107,6 +109,8 @@ class MergedReader:
         self._ends, self._last = contextlib.ExitStack(), threading.local()
         stored = stored_weights(base, family, hf_config, head=head, trained=True)
         self.base: Callable[[str], Any] = self._ends.enter_context(stored)
+        self._beside = CarriedReader(base, family)
+        self._ends.callback(self._beside.close)
         expected, self._buffers = expected_hf_names(family, hf_config, head=head), buffer_names(family, hf_config)
         self.tensors = {name: TensorInfo("", tuple(shape)) for name, shape in expected.items()}
         self._set_dtype(dtype)
@@ -122,7 +126,7 @@ class MergedReader:
         self.tensors = {
             name: dataclasses.replace(info, dtype=NAMES[torch.float32 if name in self._buffers else dtype])
             for name, info in self.tensors.items()
-        }
+        } | dict(self._beside.tensors)
 
     def in_dtype(self, dtype: torch.dtype) -> "MergedReader":
         """Returns the same weights in another dtype. Closing either closes both."""
@@ -130,7 +134,9 @@ class MergedReader:
         other._set_dtype(dtype)
         return other
 
-    def __call__(self, name: str) -> LazySlice:
+    def __call__(self, name: str) -> Slice:
+        if name in self._beside.tensors:
+            return self._beside(name)
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
 
     def _read(self, name: str, region: Region) -> Tensor:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,17 @@ import mrl
 from mrl.convert.adapters import MergedReader
 from mrl.convert.opening import open_adapter
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
-from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
+from mrl.convert.workspace import Progress, Workspace, check_free, silent, write_tensors
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
-from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 from mrl.weights.accounting import account
 from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.weights.companions import copy_companions
-from mrl.weights.mcore_weights import blocks_of_rows
-from mrl.weights.mtp import COUNT
+from mrl.weights.mtp import count_key
+from mrl.weights.reader import Slice
 from mrl.weights.rules import expected_hf_names, value_head_config
 from mrl.weights.safetensors_io import (
-    DTYPES,
     INDEX,
-    Shard,
-    TensorInfo,
     index_text,
     lay_out,
     main_dtype,
@@ -90,13 +85,16 @@ def export_hf(
             source.check(wait=False)
             advance(count)
 
+        def read(name: str) -> Slice:
+            return source.reader(source.copies.get(name, name))
+
         with Workspace(out, _plan(source, files), needed) as work:
             makers = {
                 file: functools.partial(
-                    _write,
+                    write_tensors,
                     lay_out(tensors, files.metadata[file], header=files.headers.get(file)),
                     tensors,
-                    source,
+                    read,
                     check_and_advance,
                 )
                 for file, tensors in shards.items()
@@ -175,7 +173,8 @@ def _account(source: Source, files: HFFiles) -> None:
     copies = {name: expected[of] for name, of in source.copies.items()}
     written = sum(len(tensors) for tensors in files.files.values())
     assert written == len(files.tensors), f"{source.folder}: {written} tensors planned under {len(files.tensors)} names"
-    account(files.tensors, expected | copies, where=str(source.folder))
+    carried = source.family.carried(files.tensors)
+    account(files.tensors, expected | copies, where=str(source.folder), may_have=carried)
 
 
 def _notes(source: Source) -> list[str]:
@@ -188,8 +187,8 @@ def _notes(source: Source) -> list[str]:
         return notes
     return [
         *notes,
-        f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens "
-        f"({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
+        f"{count_key(source.hf_config)} is 0 in config.json: the layers of {source.companion_folder} that predict "
+        f"further tokens ({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]
 
 
@@ -204,38 +203,11 @@ def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(
-    shard: Shard,
-    tensors: Mapping[str, TensorInfo],
-    source: Source,
-    progress: Callable[[int], None],
-    path: Path,
-) -> FileSummary:
-    """Writes one safetensors file, from front to back."""
-    file = ItemFile(path)
-    try:
-        file.write(shard.header)
-        for name, info in tensors.items():
-            assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
-            stored = source.copies.get(name, name)
-            if not info.shape:
-                progress(file.write(as_bytes(source.reader(stored)[()].to(DTYPES[info.dtype]))))
-                continue
-            for block in blocks_of_rows(source.reader(stored), info.shape, 0, info.shape[0]):
-                progress(file.write(as_bytes(block.to(DTYPES[info.dtype]))))
-        assert file.size == shard.size, f"{path}: {file.size} bytes, not {shard.size}"
-        file.close()
-    except BaseException:
-        file.abort()
-        raise
-    return {"size": file.size, "crc32": file.crc32}
-
-
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     # what is written is not quantised, whatever training began with
     changes: dict[str, Any] = {"quantization_config": None}
     if source.skipped_tensors:
-        changes[COUNT] = 0
+        changes[count_key(source.hf_config)] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
     imported = (source.folder / "config.json").is_file()  # what a run saved has the run's dtype

@@ -4,6 +4,7 @@
         mcore/            the weights, as in the checkpoints of the Megatron engine
         engine.pt         architecture; no optimizer, no layout
         source.json       how the Hugging Face folder was laid out, for an export that gives the same files
+        carried/          tensors that no engine reads, if there are any
         config.json, tokenizer, chat template, ...   the folder's own, unchanged: OUT can be a model.path
         COMPLETE          size and checksum of each file, these too
 
@@ -24,14 +25,15 @@ import torch
 from torch import Tensor
 
 import mrl
-from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
-from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent
+from mrl.convert.sources import Source, open_hf, source_as_json
+from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent, write_tensors
 from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
 from mrl.errors import ModelError
 from mrl.weights.accounting import EMBEDDING
 from mrl.weights.checksums import crc32_of
 from mrl.weights.companions import copy_companions
+from mrl.weights.composites import CARRIED, SOURCE
 from mrl.weights.families import fields_of
 from mrl.weights.mcore_weights import (
     DESCRIPTION,
@@ -44,10 +46,13 @@ from mrl.weights.mcore_weights import (
     whole_rules,
 )
 from mrl.weights.rules import Rule, expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, shorten_list
+from mrl.weights.safetensors_io import DTYPES, SINGLE, lay_out, shorten_list, tensor_bytes
 
 FILE_BYTES = 2**29
 """Size that a data file grows to. A killed conversion writes its unfinished files a second time."""
+
+
+_CARRIED_FILE = f"{CARRIED}/{SINGLE}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +101,18 @@ def import_hf(
         parts = list(_parts(rules, model))
         groups = _group(parts, file_bytes)
         needed = {file: sum(part.bytes for part in group) for file, group in groups.items()}
+        carried = {name: model.reader.tensors[name] for name in sorted(model.family.carried(model.reader.tensors))}
+        if carried:
+            needed[_CARRIED_FILE] = sum(map(tensor_bytes, carried.values()))
         total = sum(needed.values())
         objects = f"{FOLDER}/__0_{len(groups)}.distcp"
         advance = progress(total)
         plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
         with Workspace(out, plan, needed | {objects: 0}) as work:
             makers = {file: functools.partial(_write, group, model, advance) for file, group in groups.items()}
+            if carried:
+                write = functools.partial(write_tensors, lay_out(carried), carried, model.reader, advance)
+                makers[_CARRIED_FILE] = write
             shapes = stored_shapes(rules.values())
             extra = extra_state_keys(shapes)
             makers[objects] = functools.partial(_write_nothing, extra)
@@ -181,6 +192,7 @@ def _finish(
     items = {
         Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in summary["items"]]
         for file, summary in done.items()
+        if file != _CARRIED_FILE
     }
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     (folder / DESCRIPTION).write_bytes(saved_bytes(_description(model)))
@@ -200,7 +212,7 @@ def _tuple(values: Any) -> tuple[int, ...] | None:
 def _description(model: Source) -> dict[str, Any]:
     """Returns `engine.pt` as the Megatron engine writes it. It has no layout, so no rank takes random numbers from
     it."""
-    weights = DTYPES[model.reader.tensors[EMBEDDING].dtype]
+    weights = DTYPES[model.reader.tensors[model.family.in_files(EMBEDDING)].dtype]
     about = architecture(model.family, model.hf_config) | {
         "head": model.head, "dtype": str(weights).removeprefix("torch."), "layer_spec": "local",
     }  # fmt: skip
@@ -236,7 +248,8 @@ def _notes(model: Source) -> list[str]:
             "from it"
         )
     expected = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
-    follow = [name for name in model.reader.tensors if name not in expected and name not in model.copies]
+    stored = {*expected, *model.copies, *model.family.carried(model.reader.tensors)}
+    follow = [name for name in model.reader.tensors if name not in stored]
     if follow:
         notes.append(f"{shorten_list(follow)}: not stored, as it follows from the rest")
     return notes

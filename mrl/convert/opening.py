@@ -8,7 +8,7 @@ from mrl.convert.adapters import merge_adapter_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
 from mrl.errors import ModelError
 from mrl.weights.adapter_folder import MERGE, base_of, is_adapter
-from mrl.weights.families import FAMILIES
+from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.mcore_weights import MARKER
 from mrl.weights.safetensors_io import main_dtype
@@ -34,7 +34,7 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
             folder, why=f"is over {base}, which is an adapter itself", fix=f"give its model with --model, or {MERGE}"
         )
     kind = read_hf_config(base)["model_type"] if (base / "config.json").is_file() else None
-    if kind is not None and kind not in FAMILIES:
+    if kind is not None and family_of(kind) is None:
         why = f"is over a {kind!r} model, of which mrl has no table to merge by"
         raise ModelError(folder, why=why, fix=f"set model.lora.export to merged in the run that made it, or {MERGE}")
     with open_any(base) as plain:

@@ -30,12 +30,13 @@ from mrl.errors import CheckpointError, ModelError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
 from mrl.weights.companions import check_companions, companion_files
+from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import FAMILIES, family_for
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
-from mrl.weights.mtp import mtp_layers, mtp_tensors, shared_tensors
+from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
 from mrl.weights.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
@@ -44,10 +45,6 @@ from mrl.weights.safetensors_io import DTYPES as KNOWN
 from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
 from mrl.weights.table import Family
 
-SOURCE = "source.json"
-"""The layout of the Hugging Face folder that `mrl convert import` read, in its output. It has `files` with names,
-dtypes and shapes, `metadata` and `index` (null if it was laid out in another way than ours), `headers` as in HFFiles,
-and `copies`: names of tensors that are another one again."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -111,7 +108,9 @@ class Source:
 
     @property
     def mtp(self) -> int:
-        """Returns how many MTP layers the reader has."""
+        """Returns how many MTP layers the reader has, beside those that are carried."""
+        if OWN_COUNT in self.hf_config:
+            return getattr(self.reader, "mtp", 0)  # of a checkpoint that trained them
         return mtp_layers(self.reader.tensors, self.hf_config)
 
     @property
@@ -141,7 +140,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
     hf_config = read_hf_config(folder)
-    family = family_for(hf_config)
+    family = as_stored_in(folder, family_for(hf_config))
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
     pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
         (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
@@ -168,15 +167,17 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
         )
     head = "value" if SCORE in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head, carried=True)
-    copies = _copies(reader.tensors, reader, hf_config, head)
+    copies = _copies(reader.tensors, reader, family, hf_config, head)
     return Source(
         folder, "Hugging Face folder", reader, hf_config, family, head, folder, files, copies, as_published=True
     )
 
 
-def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
+def _copies(
+    names: Iterable[str], reader: WeightReader, family: Family, hf_config: Mapping[str, Any], head: str
+) -> dict[str, str]:
     """Returns the names of copies among `names`, with the name in `reader` of the original."""
-    copies = copies_of(hf_config, head=head, mtp=mtp_layers(reader.tensors, hf_config))
+    copies = copies_of(family, hf_config, head=head, mtp=mtp_layers(reader.tensors, hf_config))
     return {name: copies[name] for name in names if name in copies and copies[name] in reader.tensors}
 
 
@@ -364,7 +365,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
             why=f"is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by",
             fix="the run writes its own export to hf/ (checkpoint.export_hf)",
         )
-    family = family_for(hf_config)
+    family = as_stored_in(companions, family_for(hf_config))
     files, names = read_source_file(folder) if imported else (None, [])
     of_run = f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
     what = "imported mcore checkpoint" if imported else of_run
@@ -381,13 +382,13 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         head = reader.head
     mtp = mtp_layers(reader.tensors, hf_config)
     if files is None and head == "lm" and not imported:
-        files = _files_of(companions, reader, hf_config, head)
+        files = _files_of(companions, reader, family, hf_config, head)
         names = [n for n in shared_tensors(hf_config, mtp) if files is None or n in files.tensors]
     skipped = [] if imported or mtp else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
         inside, what, reader, hf_config, family, head, companions, files,
-        _copies(names, reader, hf_config, head), template, skipped_tensors=skipped, notes=notes, adapters=adapters,
-        end_tokens=state.get("end_tokens") if head == "lm" else None,
+        _copies(names, reader, family, hf_config, head), template, skipped_tensors=skipped, notes=notes,
+        adapters=adapters, end_tokens=state.get("end_tokens") if head == "lm" else None,
     )  # fmt: skip
 
 
@@ -465,7 +466,9 @@ def _model_of(
     return found, config, template
 
 
-def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
+def _files_of(
+    companions: Path, reader: WeightReader, family: Family, hf_config: Mapping[str, Any], head: str
+) -> HFFiles | None:
     """Returns the layout of the Hugging Face folder at the start of training, or None.
 
     It must have the same tensors as the checkpoint, and besides these at most copies and MTP layers.
@@ -479,7 +482,7 @@ def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, An
         return None
     if found is None:
         return None
-    copies = _copies(found.tensors, reader, hf_config, head)
+    copies = _copies(found.tensors, reader, family, hf_config, head)
     besides = {*copies, *mtp_tensors(found.tensors, hf_config)}
     if found.tensors.keys() - (besides - reader.tensors.keys()) != reader.tensors.keys():
         return None

@@ -25,9 +25,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
+from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import ModelError
 from mrl.weights.checksums import crc32_of
 from mrl.weights.fsync import fsync_path, write_synced
+from mrl.weights.mcore_weights import blocks_of_rows
+from mrl.weights.reader import Slice
+from mrl.weights.safetensors_io import DTYPES, Shard, TensorInfo
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2
@@ -212,6 +216,32 @@ class Workspace:
             fsync_path(self.out.parent)
             for name in (PLAN, DONE, LOCK):
                 (self.out / name).unlink()
+
+
+def write_tensors(
+    shard: Shard,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Slice],
+    progress: Callable[[int], None],
+    path: Path,
+) -> FileSummary:
+    """Writes one safetensors file, from front to back."""
+    file = ItemFile(path)
+    try:
+        file.write(shard.header)
+        for name, info in tensors.items():
+            assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
+            if not info.shape:
+                progress(file.write(as_bytes(read(name)[()].to(DTYPES[info.dtype]))))
+                continue
+            for block in blocks_of_rows(read(name), info.shape, 0, info.shape[0]):
+                progress(file.write(as_bytes(block.to(DTYPES[info.dtype]))))
+        assert file.size == shard.size, f"{path}: {file.size} bytes, not {shard.size}"
+        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    return {"size": file.size, "crc32": file.crc32}
 
 
 def check_free(out: Path) -> None:

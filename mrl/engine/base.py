@@ -31,9 +31,11 @@ from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, Genera
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
-from mrl.weights.mtp import COUNT as MTP_COUNT
+from mrl.weights.composites import COMPOSITES, CarriedReader
+from mrl.weights.hf_config import changes_to_text
+from mrl.weights.mtp import count_key
 from mrl.weights.rules import value_head_config
-from mrl.weights.safetensors_io import HFWriter, SafetensorsReader, TensorInfo
+from mrl.weights.safetensors_io import HFWriter, TensorInfo
 from mrl.weights.table import Family
 
 T = TypeVar("T")
@@ -434,26 +436,29 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Does `export_hf` with the tensors of `hf_weights`. infos: their dtypes and shapes. Collective.
 
         copies: a name -> the name of the tensor that is written again under it. carried: tensors of `model.path` to
-        copy unchanged.
+        copy unchanged, if mrl has no table of the family.
         """
-        writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.is_main:
-            changes = self._config_changes(family, hf_config)
-            writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
-        with writer as out:
+        folder, random = self.config.model.path, self.config.model.init == "random"
+        with contextlib.ExitStack() as ends:
+            if self.is_main:
+                beside = CarriedReader(folder, None if random else family, carried)
+                ends.callback(beside.close)
+                changes = self._config_changes(family, hf_config)
+                writer = HFWriter(path, {**infos, **beside.tensors}, companions=folder, config_changes=changes)
+                out = ends.enter_context(writer)
+                for name in beside.tensors.keys() - infos.keys():
+                    out.add(name, beside(name)[()])
             for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):
                     out.add(written, tensor)
-            if self.is_main and carried:
-                with SafetensorsReader(self.config.model.path) as reader:
-                    for name in carried:
-                        out.add(name, reader(name)[()])
         collective.wait_for_all()
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the changes of an export in config.json. family: None if mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
+        if self.config.model.init == "random" and hf_config["model_type"] in COMPOSITES:
+            changes = changes_to_text(self.config.model.path) | changes  # there are no weights of more to go with it
         if family is None or self.config.mtp is not None:
             return changes
         left_out = mtp_tensors_of_folder(self.config.model.path, family, hf_config)
-        return changes | ({MTP_COUNT: 0} if left_out else {})
+        return changes | ({count_key(hf_config): 0} if left_out else {})

@@ -5,8 +5,8 @@
 Each sequence has a state of its own, so nothing passes from one to the next. A sequence is cut into chunks. The chunks
 of all sequences are computed together, and the states go from chunk to chunk for all sequences at once (section 3.3).
 
-Dimensions: `T` tokens of all sequences, `N` sequences, `G` key heads, `R` value heads that share a key head, `K` and `V`
-channels of a key and of a value, `C` tokens of a chunk, `M` chunks, `W` weights of the convolution of a channel.
+Dimensions: `T` tokens of all sequences, `N` sequences, `G` key heads, `R` value heads that share a key head, `K` and
+`V` channels of a key and of a value, `C` tokens of a chunk, `M` chunks, `W` weights of the convolution of a channel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.ops import devices

@@ -19,7 +19,7 @@ from mrl.plan.cost import Cost, cost
 from mrl.plan.gpus import GPU
 from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.trainers.throughput import adapter_weights, training_flops
-from mrl.weights.families import FAMILIES
+from mrl.weights.families import family_of
 from mrl.weights.hf_config import normalize
 
 RESERVED_GIB = 4.0
@@ -103,7 +103,7 @@ def plan(
             )
         role_config = command.engine_config(config, part)
         roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest, gpu, known)
-        if part.optimizer is not None and part.hf.get("model_type") in FAMILIES:
+        if part.optimizer is not None and family_of(part.hf.get("model_type")) is not None:
             model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:
         if phase.kind == "sample":

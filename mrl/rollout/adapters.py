@@ -24,10 +24,12 @@ from torch import Tensor
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
+from mrl.engine.lora.shapes import PREFIX as IN_PEFT
 from mrl.errors import ConfigError, ServerError, one_line
 from mrl.rollout.handover import WeightSync, pause
 from mrl.rollout.server import LAST_WORDS_S, ServerGroup
 from mrl.rollout.weights import WeightFolders
+from mrl.weights.families import family_of
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 
 KEY = "rollout.server.lora"
@@ -94,6 +96,7 @@ class AdapterWeightSync(WeightSync):
         self._loaded: dict[str, pathlib.Path] = {}  # the folders of adapters that servers keep
         check_adapter_training(actor)
         self._shapes = adapters(actor.model, actor.lora, "lm")
+        self._family = family_of(read_hf_config(actor.model)["model_type"])
         servers.map(self._check_start)
         pause(self.servers)  # ends requests of a killed run, before its files go
         try:
@@ -222,8 +225,13 @@ class AdapterWeightSync(WeightSync):
         """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""
         name, folder = self._new()
         with self._writing():
-            write_adapter_files(folder, self._actor.lora, self._actor.model, tensors)
+            named = {self._name_for(name): tensor for name, tensor in tensors.items()}
+            write_adapter_files(folder, self._actor.lora, self._actor.model, named)
         return name, folder
+
+    def _name_for(self, name: str) -> str:
+        """Returns the name of an adapter's tensor in the class that config.json names. peft's is the text part's."""
+        return name if self._family is None else IN_PEFT + self._family.in_files(name.removeprefix(IN_PEFT))
 
     def _drop(self, name: str) -> None:
         """Drops the adapter `name` from the servers that have it, and removes its files."""

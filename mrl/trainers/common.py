@@ -23,7 +23,7 @@ from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb
-from mrl.weights.families import FAMILIES
+from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.mcore_weights import is_imported
 from mrl.weights.safetensors_io import shorten_list
@@ -173,7 +173,7 @@ def check_outside(config: RowsRunConfig) -> None:
 def mtp_tensors_of(folder: str) -> list[str]:
     """Returns tensors of a model's folder that no engine loads: those of MTP layers."""
     hf_config = read_hf_config(folder)
-    family = FAMILIES.get(hf_config["model_type"])  # without a table, what is left over in the folder is refused
+    family = family_of(hf_config["model_type"])  # without a table, what is left over in the folder is refused
     return [] if family is None else mtp_tensors_of_folder(folder, family, hf_config)
 
 
@@ -193,7 +193,7 @@ def say_mtp_layers(dispatch: WorkerDispatch, console: Console, folders: Mapping[
 
 def use_of_adapter(folder: str, path: str) -> str:
     """Returns how exported adapters are loaded, in words. folder: of the base. path: how the user names it."""
-    if read_hf_config(folder)["model_type"] not in FAMILIES:
+    if family_of(read_hf_config(folder)["model_type"]) is None:
         return f"peft loads it over {path}; model.lora.export=merged writes the merged model"
     if is_imported(folder):
         return (

@@ -10,7 +10,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.trainers.console import Console
-from mrl.weights.families import FAMILIES
+from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.mtp import num_mtp_layers
 from mrl.weights.rules import expected_hf_names
@@ -52,7 +52,7 @@ def say_model(console: Console, role: str, engine: BaseEngine) -> None:
 def _parameters(config: RoleConfig) -> str:
     hf = read_hf_config(config.model.path)
     of_model = ""
-    if (family := FAMILIES.get(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
+    if (family := family_of(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
         mtp = num_mtp_layers(hf) if config.mtp is not None else 0
         shapes_of_model = expected_hf_names(family, hf, head=config.head, mtp=mtp).values()
         of_model = f"{sum(map(math.prod, shapes_of_model)):,} "

@@ -16,7 +16,7 @@ from mrl.batch import Batch
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.shapes import AdapterShape
-from mrl.weights.families import FAMILIES, family_for
+from mrl.weights.families import family_for, family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.table import HFConfig, sizes_of
 
@@ -124,7 +124,7 @@ class Throughput:
         model, head = engine.config.model, engine.config.head
         self.head = head
         self.hf = read_hf_config(model.path) if peak is not None else {}
-        known = self.hf.get("model_type") in FAMILIES
+        known = family_of(self.hf.get("model_type")) is not None
         self.peak = peak * engine.world_size if peak is not None and known else None
         self.adapters = None
         if self.peak is not None and model.lora is not None:

@@ -15,7 +15,7 @@ from mrl.weights.algebra import Shape
 from mrl.weights.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
 from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names
-from mrl.weights.safetensors_io import TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, TensorInfo, count_groups, shorten_list
 from mrl.weights.table import Family, HFConfig
 
 # Buffers that older versions of transformers saved and that follow from the config.
@@ -122,9 +122,14 @@ def check_model(
             why=f"{SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number",
             fix="use a sequence classifier that was made with num_labels=1",
         )
-    known = copies_of(hf_config, head=head, mtp=mtp)
+    known = copies_of(family, hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
-    may_have |= copies.keys()
+    beside = family.carried(reader.tensors)
+    odd = [name for name in beside if reader.tensors[name].dtype not in DTYPES or _PACKED.search(name)]
+    if odd:
+        why = f"{shorten_list(sorted(odd))} of dtype {reader.tensors[odd[0]].dtype} cannot be carried over to an export"
+        raise ModelError(reader.path, why=why, fix=f"store it in one of {', '.join(DTYPES)}")
+    may_have |= copies.keys() | beside
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
         if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
@@ -132,12 +137,12 @@ def check_model(
     return absent
 
 
-def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
+def copies_of(family: Family, hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
     """Returns the names of copies that a folder may hold, with the name of the original.
 
     These are the tied output layer, and tensors that `mtp` MTP layers share with the model.
     """
-    tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
+    tied = {LM_HEAD: family.in_files(EMBEDDING)} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | shared_tensors(hf_config, mtp)
 
 

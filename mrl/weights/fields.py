@@ -35,7 +35,7 @@ DENSE = frozenset("""
 EXPERTS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
 """Fields that `moe_fields` reads."""
 
-HINTS = frozenset(["aux_loss_alpha", "seq_aux", "ep_size"])
+HINTS = frozenset(["aux_loss_alpha", "seq_aux", "ep_size", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"])
 """Fields that families read although they do not change what a model computes."""
 
 LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])

@@ -74,7 +74,7 @@ def unstack_experts(reader: WeightReader, family: Family) -> WeightReader:
     A view has no quantisation (mrl.weights.quantized), and one tensor an expert if the files hold experts stacked.
     """
     reader = dequantise(reader)
-    if family.stacks:
+    if family.stacks or family.prefix != "model.":
         return StackReader(reader, family)
     if family.sparse and any(_STACKED.fullmatch(name) for name in reader.tensors):
         return UnstackedReader(reader, family)

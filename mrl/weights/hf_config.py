@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ModelError
+from mrl.weights.composites import COMPOSITES, text_fields
 from mrl.weights.json_file import read_json, shorten_value
 from mrl.weights.ranges import check_fields, check_normalized
 
@@ -59,6 +60,8 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
         dtype                  name such as "bfloat16", or None
         tie_word_embeddings    bool
 
+    A composite (mrl.weights.composites) gives the fields of its text part, under its own `model_type`.
+
     A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. A value that
     is out of its range (mrl.weights.ranges) is refused by the field's name.
     """
@@ -68,6 +71,9 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
             why=f"model_type {shorten_value(raw.get('model_type'))} is not a name",
             fix="it says which family this is",
         )
+    text = raw.get("text_config")
+    if raw["model_type"] in COMPOSITES and isinstance(text, dict):
+        check_fields(text | {"model_type": raw["model_type"]}, where)
     check_fields(raw, where)
     config = _of_transformers(raw, where)
     if config is None:
@@ -95,6 +101,17 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     return config
 
 
+def changes_to_text(path: str | Path) -> dict[str, Any]:
+    """Returns changes of the config.json in `path` that make it that of its text part, as the class of causal language
+    models takes it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    whole = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
+    text = whole["text_config"]
+    return dict.fromkeys(whole) | text | {"architectures": [CLASSES[whole["model_type"]]]}
+
+
 def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """Returns transformers' own version of it; None if it does not know the model_type."""
     from transformers import CONFIG_MAPPING  # slow to import: the tables need none
@@ -102,7 +119,8 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
     if raw["model_type"] not in CONFIG_MAPPING:
         return None
     try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))  # it edits its argument
+        return text_fields(config) if raw["model_type"] in COMPOSITES else config.to_dict()
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
             where,

@@ -24,9 +24,10 @@ from mrl.weights.fields import HINTS, rotary_percent
 from mrl.weights.mtp import num_mtp_layers
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
+from mrl.weights.reader import Slice, WeightReader
 from mrl.weights.rules import ChunkPlan, Rule, param_map
 from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
-from mrl.weights.stacks import place_of, stack_slice
+from mrl.weights.stacks import file_name, place_of, stack_slice
 from mrl.weights.stacks import stored_shapes as files_shapes
 from mrl.weights.table import Family, HFConfig, Stack
 
@@ -94,13 +95,6 @@ def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, T
     return dtypes
 
 
-def file_name(family: Family, name: str) -> str:
-    """Returns the name in files of the tensor that the tables call `name`, alone or stacked with those of other
-    experts."""
-    place = place_of(family, name)
-    return name if place is None else place.stored
-
-
 BLOCK_ENTRIES = 2**19
 """Entries of a block. It stays in the processor's cache while it is read, summed and written."""
 
@@ -157,18 +151,21 @@ class McoreReader:
     tensor of the model is accounted for, in both directions; CheckpointError lists those missing, left over or of
     another shape.
 
-    spec, head: as the checkpoint was saved. mtp: how many MTP layers it holds.
+    beside: tensors that are not in the checkpoint, and belong to its model (`CarriedReader`). spec, head: as the
+    checkpoint was saved. mtp: how many MTP layers it holds.
     """
 
     def __init__(
-        self, stored: StoredTensors, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
-    ) -> None:
-        self.path, self._stored = stored.path, stored
+        self, stored: StoredTensors, family: Family, hf_config: HFConfig, beside: WeightReader, *,
+        spec: str = "local", head: str = "lm",
+    ) -> None:  # fmt: skip
+        self.path, self._stored, self._beside = stored.path, stored, beside
         self.mtp = num_mtp_layers(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
         self.rules = whole_rules(family, hf_config, spec=spec, head=head, mtp=self.mtp)
         _account(stored, self.rules)
         self._where: dict[str, tuple[Rule, list[_EntryRange]]] = {}
         self._stacks: dict[str, tuple[Stack, dict[tuple[int, int], str]]] = {}
+        self._of_file: dict[str, str] = {}
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, str] = {}
         for rule in self.rules.values():
@@ -183,16 +180,24 @@ class McoreReader:
                 shapes[name] = tuple(shape)
                 self._where[name] = rule, sorted(of_name, key=lambda place: place.start)
                 place = place_of(family, name)
-                dtypes[name if place is None else place.stored] = dtype
-                if place is not None:
-                    _, parts = self._stacks.setdefault(place.stored, (place.stack, {}))
+                file = file_name(family, name)
+                dtypes[file] = dtype
+                if place is None:
+                    self._of_file[file] = name
+                else:
+                    _, parts = self._stacks.setdefault(file, (place.stack, {}))
                     parts[place.expert, place.part] = name
         self._shapes = shapes
         self.tensors = {n: TensorInfo(dtypes[n], tuple(s)) for n, s in files_shapes(family, shapes).items()}
+        self._carried = beside.tensors.keys() - self.tensors.keys()  # others have trained
+        self.tensors |= {name: beside.tensors[name] for name in self._carried}
 
-    def __call__(self, name: str) -> LazySlice:
+    def __call__(self, name: str) -> Slice:
+        if name in self._carried:
+            return self._beside(name)
         if name in self._stacks:
             return stack_slice(self, *self._stacks[name], self.tensors[name].shape)
+        name = self._of_file.get(name, name)
         return LazySlice(self._shapes[name], lambda region: self._read(name, region))
 
     def _read(self, name: str, region: Region) -> Tensor:
@@ -214,6 +219,7 @@ class McoreReader:
 
     def close(self) -> None:
         self._stored.close()
+        self._beside.close()
 
 
 def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:

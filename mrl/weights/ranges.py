@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mrl.errors import ModelError
-from mrl.weights.families import FAMILIES
+from mrl.weights.families import family_of
 from mrl.weights.json_file import shorten_value
 
 MAX_INT = 2**31 - 1
@@ -114,6 +114,11 @@ FIELDS: Mapping[str, Range] = {
     "routed_scaling_factor": dataclasses.replace(_POSITIVE, null=False),
     "num_nextn_predict_layers": Range(int, 0, 100),
     "num_mtp_layers": Range(int, 0, 100),
+    "mtp_num_hidden_layers": Range(int, 0, 100),
+    "mtp_use_dedicated_embeddings": _SWITCH,
+    "full_attention_interval": _MAYBE,
+    "mamba_ssm_dtype": Range(str),
+    "attn_output_gate": _SWITCH,
     "use_qk_norm": _SWITCH,
     "q_lora_rank": _MAYBE,
     "kv_lora_rank": _SIZE,
@@ -219,7 +224,7 @@ def check_fields(raw: Mapping[str, Any], where: str = "config.json") -> None:
 
 def check_normalized(config: Mapping[str, Any], where: str = "config.json") -> None:
     """Refuses a config.json, completed by `normalize`, if its fields do not fit their ranges or each other."""
-    if config["model_type"] not in FAMILIES:
+    if family_of(config["model_type"]) is None:
         return
     for name, value, allowed in _ranges(config):
         if allowed.switch is None or config.get(allowed.switch) is not False:
@@ -241,7 +246,7 @@ def check_normalized(config: Mapping[str, Any], where: str = "config.json") -> N
 
 def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
     """Yields (field, value, range) for the fields of a config.json that the table knows."""
-    family = FAMILIES.get(config["model_type"])
+    family = family_of(config["model_type"])
     if family is None:
         return
     for name, value in config.items():

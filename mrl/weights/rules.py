@@ -293,7 +293,7 @@ def buffer_names(family: Family, hf_config: HFConfig, *, mtp: int = 0) -> set[st
     """Returns HF names of buffers, which are fp32 in every export. mtp: as in `expected_hf_names`."""
     layers = range(hf_config["num_hidden_layers"] + mtp)
     entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
-    return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
+    return {family.in_files(name.format(l=layer)) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:

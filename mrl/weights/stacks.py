@@ -29,7 +29,7 @@ class StackPlace:
     """Is the place of a tensor of the tables: part `part` of `expert` in the stored tensor `stored`."""
 
     stack: Stack
-    stored: str
+    stored: str  # by the table's prefix
     expert: int
     part: int
 
@@ -51,6 +51,13 @@ def place_of(family: Family, name: str) -> StackPlace | None:
     return None
 
 
+def file_name(family: Family, name: str) -> str:
+    """Returns the name in files of the tensor that the tables call `name`, alone or stacked with those of other
+    experts."""
+    place = place_of(family, name)
+    return family.in_files(name if place is None else place.stored)
+
+
 def interleaved_rows(family: Family, stored: str) -> int:
     """Returns how many parts' rows are interleaved in the stored tensor `stored`.
 
@@ -67,13 +74,14 @@ def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
         place = place_of(family, name)
+        file = file_name(family, name)
         if place is None:
-            stored[name] = shape
+            stored[file] = shape
             continue
         rows, *columns = shape
         rows *= len(place.stack.parts)
-        experts = max(stored.get(place.stored, (0,))[0], place.expert + 1)
-        stored[place.stored] = (experts, *columns, rows) if place.stack.transposed else (experts, rows, *columns)
+        experts = max(stored.get(file, (0,))[0], place.expert + 1)
+        stored[file] = (experts, *columns, rows) if place.stack.transposed else (experts, rows, *columns)
     return stored
 
 
@@ -104,7 +112,8 @@ def unstacking_read(read: Callable[[str], Slice], family: Family) -> Callable[[s
 
     def read_either(name: str) -> Slice:
         place = place_of(family, name)
-        return read(name) if place is None else _part_of(read(place.stored), place)
+        source = read(file_name(family, name))
+        return source if place is None else _part_of(source, place)
 
     return read_either
 
@@ -164,7 +173,7 @@ def restack(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFCo
     for name, tensor in pairs:
         place = place_of(family, name)
         if place is None:
-            yield name, tensor
+            yield family.in_files(name), tensor
         else:
             experts = hf_config["num_experts"]
             if place.stored not in waiting:
@@ -174,7 +183,7 @@ def restack(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFCo
             found.add((place.expert, place.part))
             if len(found) == experts * len(place.stack.parts):
                 del waiting[place.stored]
-                yield place.stored, whole
+                yield family.in_files(place.stored), whole
             del whole
         del tensor  # before there is memory for the next
     assert not waiting, f"parts are missing of {sorted(waiting)}"

@@ -17,7 +17,7 @@ from mrl.parallel import ParallelDims
 from mrl.weights.mtp import num_mtp_layers, shared_tensors
 from mrl.weights.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
 from mrl.weights.safetensors_io import shorten_list
-from mrl.weights.stacks import place_of, restack, unstacking_read
+from mrl.weights.stacks import file_name, restack, unstacking_read
 from mrl.weights.table import Family, HFConfig
 
 
@@ -38,8 +38,9 @@ def hf_to_mcore(
     hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the
     dtype and the device of its tensors. Names are those of files, even if these hold experts stacked.
 
-    Skipped are `lm_head.weight` of a tied model and the MTP layers that config.json announces: the model of a rank has
-    none. Raises ModelError on an unknown name, a repeated one, another shape, and a stream that ends too early.
+    Skipped are `lm_head.weight` of a tied model, what `Family.carries` names, and the MTP layers that config.json
+    announces: the model of a rank has none. Raises ModelError on an unknown name, a repeated one, another shape, and a
+    stream that ends too early.
     """
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     coords = layout.coordinates(rank)
@@ -49,8 +50,7 @@ def hf_to_mcore(
         rules = param_map(family, hf_config, coords=coords, chunk=plans[coords.pp_rank, chunk], **options)
         for rule in rules.values():
             for name in set(rule.hf):
-                place = place_of(family, name)
-                of_file = users.setdefault(name if place is None else place.stored, {})
+                of_file = users.setdefault(file_name(family, name), {})
                 of_file.setdefault(name, []).append((chunk, rule))
     shapes = expected_hf_names(family, hf_config, head=head)
     mtp = num_mtp_layers(hf_config)
@@ -59,7 +59,7 @@ def hf_to_mcore(
     waiting: dict[tuple[int, str], dict[int, Tensor]] = {}  # parts of parameters that lack some, by span
     missing = set(shapes)
     for name, tensor in weights:
-        if name in passed_over:
+        if name in passed_over or name.startswith(family.carries):
             continue
         _check(name, tensor, shapes, missing)
         missing.remove(name)

@@ -117,8 +117,11 @@ SMALLER = {
     for model in MODELS
     if model != "meta-llama/Llama-3.2-1B"  # as Llama-3.1-8B
 }
-# of which peft's "all-linear" takes no experts
-WITHOUT_EXPERTS = ("Qwen/Qwen1.5-MoE-A2.7B", "openai/gpt-oss-20b", "Qwen/Qwen3.5-35B-A3B")
+WITHOUT_EXPERTS = (
+    "Qwen/Qwen1.5-MoE-A2.7B",
+    "openai/gpt-oss-20b",
+    "Qwen/Qwen3.5-35B-A3B",
+)  # of which peft's "all-linear" takes no experts
 WITH_MTP = ("zai-org/GLM-4.5-Air", "deepseek-ai/DeepSeek-V3")
 EXPERTS, NO_EXPERTS = {"rank": 3, "world": 4, "tp": 2, "ep": 2}, {"rank": 3, "world": 4, "tp": 2, "pp": 2}
 FAST = {("Qwen/Qwen3.5-9B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/DeepSeek-V3", False),

@@ -210,6 +210,11 @@ def _fsdp(*rows: Row) -> tuple[Row, ...]:
 
 
 FSDP_ROWS = _fsdp(
+    Row("qwen3_5", tokens=64),
+    Row("qwen3_5_moe", size=4, packing=False),
+    Row("qwen3_5", "cp2", size=4, why="ranks exchange tokens for heads"),
+    Row("qwen3_5_moe", "dp2", size=4),
+    Row("qwen3_5", "cp2", packing=False, size=4),
     Row("llama", size=4, packing=False),
     Row("llama tied", size=8),
     Row("llama value head", size=4),

@@ -30,6 +30,7 @@ from mrl.engine.base import (
 )
 from mrl.engine.fsdp import dcp_checkpoint, forward, generate
 from mrl.engine.fsdp.checks import FSDPChecks, check_shared_sequences
+from mrl.engine.fsdp.delta_net import delta_nets
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import TableFiles
@@ -42,7 +43,7 @@ from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
-from mrl.weights.hf_config import read_hf_config
+from mrl.weights.hf_config import changes_to_text, read_hf_config
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -343,6 +344,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 progress=progress,
                 kept=kept,
                 rule=self.model.rule,
+                recurrent=bool(delta_nets(self.model.hf)),
             )
         everyone = collective.all_ranks().gather(completions)
         completions = {i: completion for part in everyone for i, completion in part.items()}
@@ -389,5 +391,4 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         text = hf_config.get("text_config") or {}
         if self.config.model.init != "random" or text.get("model_type") != self.model.hf.config.model_type:
             return changes
-        # there are no weights of more than the text part to go with it
-        return dict.fromkeys(hf_config) | text | {"architectures": [type(self.model.hf).__name__]} | changes
+        return changes_to_text(self.config.model.path) | changes

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mrl.engine.fsdp.names import file_tensors, read_rows
+from mrl.weights.composites import as_stored_in
 from mrl.weights.families import family_for
 from mrl.weights.hf_config import read_hf_config
 
@@ -27,7 +28,7 @@ def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor
 @torch.no_grad()
 def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Returns the same for weights that `read` gives by Hugging Face name, with the config.json in `path`."""
-    family = family_for(read_hf_config(path))
+    family = as_stored_in(path, family_for(read_hf_config(path)))
     model = AutoModelForCausalLM.from_config(_config(path), dtype=torch.float32, attn_implementation="eager")
     in_files = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in in_files]

@@ -35,6 +35,7 @@ from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.engine.lora.shapes import name_in_base
 from mrl.errors import ModelError
+from mrl.weights.composites import as_stored_in
 from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import read_hf_config, reads_images
 from mrl.weights.random_weights import RandomWeights
@@ -74,7 +75,8 @@ class Model:
         self, config: RoleConfig, device: torch.device, mesh: Mesh, read: Callable[[str], Any] | None = None
     ) -> None:
         self.hf_config = read_hf_config(config.model.path)
-        self.family = FAMILIES.get(self.hf_config["model_type"])
+        table = FAMILIES.get(self.hf_config["model_type"])
+        self.family = table and as_stored_in(config.model.path, table)
         self.head, self.device = config.head, device
         hf = build(config, self.hf_config)
         if config.head == "value":

@@ -46,17 +46,18 @@ def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) 
     if head == "value" and name == "lm_head.weight":
         return [FileTensor("score.weight")]
     match = _FUSED.fullmatch(name)
-    if match is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
-        return [FileTensor(name)]
+    stacked = match is not None and any(stack.stored.format(l=match[1]) == name for stack in family.stacks)
+    if match is None or not family.sparse or stacked:  # stacked experts are in the files as in memory
+        return [FileTensor(family.in_files(name))]
     layer = int(match[1])
     if match[2] == "gate.weight":
         (router,) = (entry for entry in family.sparse if entry.mcore.endswith("router.weight"))
-        return [FileTensor(router.hf[0][0].format(l=layer))]
+        return [FileTensor(family.in_files(router.hf[0][0].format(l=layer)))]
     fc = "linear_fc1.weight" if match[2] == "experts.gate_up_proj" else "linear_fc2.weight"
     (matrices,) = (entry.hf for entry in family.sparse if entry.of_expert and entry.mcore.endswith(fc))
     rows = shape[1] // len(matrices)
     return [
-        FileTensor(hf.format(l=layer, e=expert), expert, i * rows, (i + 1) * rows)
+        FileTensor(family.in_files(hf.format(l=layer, e=expert)), expert, i * rows, (i + 1) * rows)
         for expert in range(shape[0])
         for i, (hf, _) in enumerate(matrices)
     ]

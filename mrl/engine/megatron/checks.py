@@ -16,9 +16,9 @@ from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import recompute_modules
 from mrl.parallel import ParallelDims, stage_layers
-from mrl.weights.families import FAMILIES, family_for, fields_of
+from mrl.weights.families import family_for, family_of, fields_of
 from mrl.weights.hf_config import normalize
-from mrl.weights.mtp import num_mtp_layers
+from mrl.weights.mtp import count_key, num_mtp_layers
 
 
 class MegatronChecks(EngineChecks):
@@ -39,7 +39,7 @@ class MegatronChecks(EngineChecks):
         check_text_alone(hf_config)
         normalized = normalize(dict(hf_config))
         fields = fields_of(normalized)
-        check_counts(engine, dims, hf_config)
+        check_counts(engine, dims, normalized)
         check_layout(fields, dims)
         megatron_needs.check(engine.megatron, fields, dims)
         if engine.moe.grouped_mm is True:
@@ -129,8 +129,8 @@ def _check_trained(
 def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:
     """Returns how many MTP layers train. lora: adapters do. Raises ConfigError if they cannot."""
     layers = num_mtp_layers(hf_config)
-    if not layers or hf_config["model_type"] not in FAMILIES:
-        why = f"is for a model with MTP layers, and num_nextn_predict_layers of its config.json is {layers}"
+    if not layers or family_of(hf_config["model_type"]) is None:
+        why = f"is for a model with MTP layers, and {count_key(hf_config)} of its config.json is {layers}"
         raise ConfigError("model.mtp", why=why, fix="leave it out")
     if lora:
         raise ConfigError("model.mtp", why="trains whole layers, and model.lora adapters alone", fix="set one of them")
@@ -142,7 +142,7 @@ def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) 
 
 def check_text_alone(model: Mapping[str, Any]) -> None:
     """Refuses models that read images. model: the content of config.json."""
-    if isinstance(model.get("vision_config"), dict):
+    if isinstance(model.get("vision_config"), dict) and family_of(model.get("model_type")) is None:
         why = f"runs models of text alone, and model_type {model.get('model_type')!r} reads images too"
         raise ConfigError("engine.backend", quoted("megatron"), why, "set engine.backend to fsdp")
 

@@ -35,6 +35,8 @@ from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in
 from mrl.ops import devices
+from mrl.weights.accounting import copies_of
+from mrl.weights.composites import tensor_names
 from mrl.weights.families import fields_of
 from mrl.weights.mtp import shared_tensors
 from mrl.weights.rules import buffer_names, expected_hf_names
@@ -422,7 +424,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         model = self.model
         shapes = expected_hf_names(model.family, model.hf, head=self.config.head, mtp=model.mtp)
         exact = {name: shapes[name] for name in buffer_names(model.family, model.hf, mtp=model.mtp)}
-        copies = shared_tensors(model.hf, model.mtp)
+        stored = self.on_main(lambda: tensor_names(self.config.model.path)) if model.family.carries else ()
+        tied = copies_of(model.family, model.hf, head=self.config.head, mtp=0)
+        copies = shared_tensors(model.hf, model.mtp) | {name: of for name, of in tied.items() if name in stored}
         of_copies = {name: shapes[of] for name, of in copies.items()}
         infos = tensor_infos(shapes | of_copies, model.dtype) | tensor_infos(exact, torch.float32)
         self._write_hf(path, infos, model.family, model.hf, copies)

@@ -116,7 +116,6 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
         whole_a, whole_b = (shape.rank, shape.in_features), (shape.out_features, shape.rank)
         split = {"replicated": None, "row": "A"}.get(rule.kind, "B")
         place = place_of(family, rule.hf[0])
-        turns = interleaved_rows(family, rule.hf[0] if place is None else place.stored)
         for tensor, size in (("A", whole_a), ("B", whole_b)):
             is_split = tensor == split and rule.degree > 1
             expert = "" if rule.expert is None else f"[{rule.expert}]"
@@ -136,7 +135,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     tensor=tensor,
                     # on one rank, too: a gated delta net's rows are in another order than the file's
                     spans_of_ranks=tuple(divided) if tensor == split else ((Span(0, 0, 0, size[0]),),),
-                    interleaved=turns if tensor == "B" else 1,
+                    interleaved=1 if place is None or tensor == "A" else interleaved_rows(family, place.stored),
                 )
             )
     return rules

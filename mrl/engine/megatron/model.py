@@ -28,11 +28,13 @@ from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.ops import devices
 from mrl.parallel import ParallelDims
-from mrl.weights.families import family_for, fields_of
+from mrl.weights.composites import COMPOSITES, as_stored_in
+from mrl.weights.families import FAMILIES, family_for, fields_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.random_weights import RandomWeights
 from mrl.weights.rules import Rule, expected_hf_names, padded_vocab, param_map
 from mrl.weights.stacks import unstacking_read
+from mrl.weights.table import Family
 
 
 class Model:
@@ -42,7 +44,7 @@ class Model:
         self.config, self.dims = config, dims
         self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)
-        self.family = family_for(self.hf)
+        self.family = _family(config, self.hf)
         self.mtp = 0 if config.mtp is None else mtp_layers(self.hf, dims, lora=config.model.lora is not None)
         self.mtp_weight = 0.0 if config.mtp is None else config.mtp.loss_weight
         self.detaches_mtp = config.mtp is not None and config.mtp.detach
@@ -180,6 +182,13 @@ class Model:
             weights.load_masters(self.optimizer, self.chunks, self.rules, read)
 
 
+def _family(config: RoleConfig, hf: Mapping[str, Any]) -> Family:
+    """Returns the model's family, with the names of its files. Random weights are of a composite's text part alone."""
+    if config.model.init == "random" and hf["model_type"] in COMPOSITES:
+        return FAMILIES[COMPOSITES[hf["model_type"]]]
+    return as_stored_in(config.model.path, family_for(hf))
+
+
 def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> ActivationOffload | None:
     """Makes layers save to the host, if the config says so. Returns the object that holds the saved tensors.
 
@@ -220,10 +229,10 @@ def agreed_spec(
         raise refusal
     if refusing:
         rank = refusing[0]
-        raise refusals[rank].going_on(f"it is so on rank {rank} (host {hosts[rank]})")
+        raise refusals[rank].going_on(f"it is so on rank {collective.named_rank(rank)} (host {hosts[rank]})")
     for rank, other in enumerate(names):
         if other != names[0]:
-            both = (f"{names[i]} on rank {i} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
+            both = (f"{names[i]} on rank {collective.named_rank(i)} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
             fix = "install the same packages on all hosts, or set local"
             raise ConfigError(layer_spec.KEY, wanted, f"is {' but '.join(both)}", fix)
     assert spec is not None

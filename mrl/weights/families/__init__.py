@@ -10,6 +10,7 @@ import pkgutil
 from typing import Any
 
 from mrl.errors import ModelError
+from mrl.weights.composites import COMPOSITES, composite
 from mrl.weights.fields import NEUTRAL, is_off
 from mrl.weights.json_file import shorten_value
 from mrl.weights.quantized import check_readable
@@ -19,16 +20,24 @@ _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkg
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 
+def family_of(model_type: Any) -> Family | None:
+    """Returns the family of a `model_type`, of a composite that of its text part; None if mrl has no table of it."""
+    if model_type in COMPOSITES:
+        return composite(FAMILIES[COMPOSITES[model_type]], model_type)
+    return FAMILIES.get(model_type)
+
+
 def family_for(hf_config: HFConfig) -> Family:
     """Returns the family of a model; ModelError when it is not supported."""
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    family = family_of(model_type)
+    if family is None:
         raise ModelError(
             "config.json",
             why=f"model_type {shorten_value(model_type)} is not supported",
-            fix=f"supported are {', '.join(sorted(FAMILIES))}",
+            fix=f"supported are {', '.join(sorted({*FAMILIES, *COMPOSITES}))}",
         )
-    return FAMILIES[model_type]
+    return family
 
 
 def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
@@ -38,12 +47,12 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
     Every field of config.json is accounted for. The family reads it, or it is known not to change the maths (`NEUTRAL`,
     and private names), or its value is off. Otherwise the model is refused with the field's name.
     """
-    family = FAMILIES.get(hf["model_type"])
+    family = family_of(hf["model_type"])
     if family is None:
         raise ModelError(
             "config.json",
             why=f"model_type {shorten_value(hf['model_type'])} is not supported by the megatron engine",
-            fix=f"use one of {', '.join(FAMILIES)}, or engine.backend=fsdp",
+            fix=f"use one of {', '.join([*FAMILIES, *COMPOSITES])}, or engine.backend=fsdp",
         )
     check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
