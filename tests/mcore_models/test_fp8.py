@@ -61,6 +61,14 @@ def test_sizes_that_are_not():
         r'fp8: value "hybrid" takes sizes that are multiples of 16, and .*experts.0.gate_proj.* is 72 x 2048 on a rank of .*',
         fp8.check_model, TENSORWISE, family, hf, dims,
     )  # fmt: skip
+    hf = normalize(COMMON | MODELS["Qwen/Qwen3.5-9B"])
+    family = family_for(hf)
+    fp8.check_model(TENSORWISE, family, hf, ParallelDims(4, tp=4, sp=True))
+    for given, multiple, tp, rows in ((TENSORWISE, 16, 8, 1544), (MXFP8, 32, 4, 3088)):
+        says(
+            rf'fp8: value "hybrid" takes .* {multiple}, and .*in_proj_qkv.* is {rows} x 4096 on .*',
+            fp8.check_model, given, family, hf, ParallelDims(tp, tp=tp, sp=True),
+        )  # fmt: skip
 
 
 def test_layers_and_dtypes_that_have_it():
