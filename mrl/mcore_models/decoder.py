@@ -5,8 +5,9 @@ it: autograd functions, dispatch by configuration, bookkeeping of features that 
 specs (`layers.block_spec`). Linears of the te spec hold the weights of the norms before them. It takes these weights
 and calls none of transformer-engine's modules except shared experts.
 
-It serves every family made of RMSNorm, SwiGLU or experts, and grouped-query or latent attention or gated delta nets. `supports_chunk` says
-whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
+It serves every family made of RMSNorm, SwiGLU or experts, and grouped-query or latent attention or gated delta nets.
+`supports_chunk` says whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same
+tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size, `E`
 experts. Tensor parallelism is without sequence parallelism here, even if training has it. Hidden states are whole on
