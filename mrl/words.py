@@ -1,6 +1,16 @@
-"""Numbers with their nouns, in lines for people."""
+"""Numbers in lines for people: with their nouns, and of ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+LAUNCHED_RANK = "MRL_LAUNCHED_RANK"
+"""Variable with a process's rank among all that were launched, where RANK is the one in a world of some of them."""
+
+
+def launched_rank(environ: Mapping[str, str]) -> str:
+    """Returns the rank of this process as messages name it."""
+    return next((environ[name] for name in (LAUNCHED_RANK, "RANK", "SLURM_PROCID") if environ.get(name)), "0")
 
 
 def pluralize(count: float, noun: str, several: str | None = None) -> str:

@@ -16,7 +16,8 @@ LAYERS, WIDTH = 4, 256
 _SMALLEST_HEAD = 8
 _FFN = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+_RECURRENT = ("linear_key_head_dim", "linear_value_head_dim")
+_MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FACTORS = ("short_factor", "long_factor")
 
@@ -118,7 +119,7 @@ def _cut_width(made: dict[str, Any], width: int) -> None:
     for name in _FFN:
         if made.get(name):
             made[name] = max(32, _multiple(made[name] * part, 8))
-    for name in _LATENT:
+    for name in (*_LATENT, *_RECURRENT):
         if made.get(name):
             made[name] = max(_SMALLEST_HEAD, _multiple(made[name] * part, 8))
     if made.get("kv_lora_rank"):  # of latent attention heads have two parts

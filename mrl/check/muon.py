@@ -17,10 +17,10 @@ from mrl.config.schema import OptimizerConfig
 def matrices(name: str, tensor: Tensor, *, model_type: str) -> list[Tensor]:
     """Returns views of the matrices that Muon updates in a parameter of a transformers model, or in its gradient.
 
-    Embeddings, heads, norms and biases have none. transformers holds the experts of a layer in one parameter, and the
-    two projections of each side by side.
+    Embeddings, heads, norms, biases and convolutions have none. transformers holds the experts of a layer in one
+    parameter, and the two projections of each side by side.
     """
-    if ".layers." not in name or name.endswith("bias") or tensor.ndim < 2:
+    if ".layers." not in name or name.endswith(("bias", "conv1d.weight")) or tensor.ndim < 2:
         return []
     if tensor.ndim == 2:
         return [tensor]

@@ -188,19 +188,19 @@ def predict(
     if head == "lm":
         if images:
             images = {**images, "mm_token_type_ids": (tokens_T[None] == model.config.image_token_id).int()}
-        with _delta_rule_by_tokens(model):
+        with delta_rule_by_tokens(model):
             logits = model(input_ids=tokens_T[None], **images).logits[0]
         # in fp64: over 49,152 entries torch's fp32 log_softmax is off by 5e-6 on a CPU, always to the same side
         log_probs = torch.log_softmax(logits.double() / temperature, -1)
         return log_probs.gather(1, labels_T[:, None])[:, 0].float(), labels_T
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with _delta_rule_by_tokens(model):
+    with delta_rule_by_tokens(model):
         hidden = inner.base_model(input_ids=tokens_T[None]).last_hidden_state
     return inner.score(hidden)[0, :, 0], labels_T
 
 
 @contextlib.contextmanager
-def _delta_rule_by_tokens(model: torch.nn.Module) -> Iterator[None]:
+def delta_rule_by_tokens(model: torch.nn.Module) -> Iterator[None]:
     """Computes the gated delta rule inside token by token.
 
     transformers' rule by chunks sums decays in fp32. A head that forgets fast loses their differences: gradients of

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mrl.words import launched_rank
+
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
 Kind = Literal["text", "path", "overrides", "number"]
@@ -73,7 +75,7 @@ def say(message: str) -> None:
 
     Before ranks have met, one may find a mistake and the others not. So a line names the node that lacks something.
     """
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = launched_rank(os.environ)
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
 

@@ -23,7 +23,7 @@ from mrl.errors import CheckpointError
 from mrl.weights.accounting import account
 from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.weights.companions import copy_companions
-from mrl.weights.mtp import COUNT
+from mrl.weights.mtp import count_key
 from mrl.weights.reader import Slice
 from mrl.weights.rules import expected_hf_names, value_head_config
 from mrl.weights.safetensors_io import (
@@ -187,8 +187,8 @@ def _notes(source: Source) -> list[str]:
         return notes
     return [
         *notes,
-        f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens "
-        f"({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
+        f"{count_key(source.hf_config)} is 0 in config.json: the layers of {source.companion_folder} that predict "
+        f"further tokens ({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]
 
 
@@ -207,7 +207,7 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     # what is written is not quantised, whatever training began with
     changes: dict[str, Any] = {"quantization_config": None}
     if source.skipped_tensors:
-        changes[COUNT] = 0
+        changes[count_key(source.hf_config)] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
     imported = (source.folder / "config.json").is_file()  # what a run saved has the run's dtype

@@ -36,7 +36,7 @@ from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
-from mrl.weights.mtp import mtp_layers, mtp_tensors, shared_tensors
+from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
 from mrl.weights.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
@@ -108,7 +108,9 @@ class Source:
 
     @property
     def mtp(self) -> int:
-        """Returns how many MTP layers the reader has."""
+        """Returns how many MTP layers the reader has, beside those that are carried."""
+        if OWN_COUNT in self.hf_config:
+            return getattr(self.reader, "mtp", 0)  # of a checkpoint that trained them
         return mtp_layers(self.reader.tensors, self.hf_config)
 
     @property

@@ -33,7 +33,7 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.hf_config import changes_to_text
-from mrl.weights.mtp import COUNT as MTP_COUNT
+from mrl.weights.mtp import count_key
 from mrl.weights.rules import value_head_config
 from mrl.weights.safetensors_io import HFWriter, TensorInfo
 from mrl.weights.table import Family
@@ -444,9 +444,10 @@ class BaseEngine(EngineChecks, abc.ABC):
                 beside = CarriedReader(folder, None if random else family, carried)
                 ends.callback(beside.close)
                 changes = self._config_changes(family, hf_config)
-                writer = HFWriter(path, {**infos, **beside.tensors}, companions=folder, config_changes=changes)
+                added = {name: info for name, info in beside.tensors.items() if name not in infos}  # others train
+                writer = HFWriter(path, {**infos, **added}, companions=folder, config_changes=changes)
                 out = ends.enter_context(writer)
-                for name in beside.tensors:
+                for name in added:
                     out.add(name, beside(name)[()])
             for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):
@@ -461,4 +462,4 @@ class BaseEngine(EngineChecks, abc.ABC):
         if family is None or self.config.mtp is not None:
             return changes
         left_out = mtp_tensors_of_folder(self.config.model.path, family, hf_config)
-        return changes | ({MTP_COUNT: 0} if left_out else {})
+        return changes | ({count_key(hf_config): 0} if left_out else {})

@@ -17,6 +17,7 @@ from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import shares
 from mrl.errors import DataError, UserError
+from mrl.words import LAUNCHED_RANK
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -66,10 +67,16 @@ def split_world(last: int, device_type: str) -> tuple[bool, dist.Store]:
     first = size - last
     is_last = rank >= first
     own_rank, own_size = (rank - first, last) if is_last else (rank, first)
-    os.environ |= {"RANK": str(own_rank), "WORLD_SIZE": str(own_size)}
+    os.environ |= {LAUNCHED_RANK: str(rank), "RANK": str(own_rank), "WORLD_SIZE": str(own_size)}
     prefix = "last" if is_last else "first"
     join_processes(device_type, world=(dist.PrefixStore(prefix, store), own_rank, own_size))
     return is_last, store
+
+
+def named_rank(rank: int) -> int:
+    """Returns a rank of this world as messages name it: among all processes that were launched."""
+    own = dist.get_rank()
+    return rank - own + int(os.environ.get(LAUNCHED_RANK, own))
 
 
 def wait_for_all() -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from mrl.engine.torch_dist.reader import TorchDistReader
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, ModelError
 from mrl.weights.accounting import SCORE, check_model
 from mrl.weights.composites import CarriedReader
 from mrl.weights.fused import unstack_experts
 from mrl.weights.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
-from mrl.weights.mtp import mtp_tensors, num_mtp_layers
+from mrl.weights.mtp import OWN_COUNT, mtp_tensors, num_mtp_layers
+from mrl.weights.rules import expected_hf_names
 from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, shorten_list
 from mrl.weights.table import Family, HFConfig
 from mrl.words import pluralize
@@ -44,13 +45,21 @@ def stored_weights(
             why = f"trains MTP layers, and {path} holds none, though its config.json announces {mtp}"
             raise ConfigError("model.mtp", why=why, fix="leave it out, or give a folder that has them")
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack, carried=mtp > 0)
+        lacks = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - reader.tensors.keys() - set(may_lack)
+        if mtp and lacks:
+            raise ModelError(
+                path, why=f"lacks {shorten_list(sorted(lacks))} of its MTP layers", fix="leave out model.mtp"
+            )
         zeros = torch.zeros(1, hf_config["hidden_size"])
         yield lambda name: zeros if name in absent else reader(name)
 
 
 def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
-    """Returns the tensors of MTP layers, which engines leave unread, of the folder `path`, Hugging Face or imported."""
-    if not num_mtp_layers(hf_config):
+    """Returns the tensors of MTP layers that engines leave unread and out of exports.
+
+    path: a folder, Hugging Face or imported.
+    """
+    if not num_mtp_layers(hf_config) or OWN_COUNT in hf_config:
         return []
     if is_imported(path):
         with contextlib.closing(open_imported(path, family, hf_config)) as reader:

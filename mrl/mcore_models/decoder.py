@@ -149,7 +149,7 @@ class _Layer:
 
     def __init__(self, layer: Any, groups: Any) -> None:
         attention, mlp = layer.self_attention, layer.mlp
-        kinds = {LatentAttention: _LatentAttention, GatedDeltaNet: _DeltaNet}
+        kinds: dict[type, Any] = {LatentAttention: _LatentAttention, GatedDeltaNet: _DeltaNet}
         self.attention = kinds.get(type(attention), _GroupedAttention)(layer.input_layernorm, attention)
         self.experts = None if hasattr(mlp, "linear_fc1") else _Experts(mlp, groups)
         self.mlp_norm = _Norm.of(layer.pre_mlp_layernorm, mlp.linear_fc1 if self.experts is None else None)

@@ -30,7 +30,7 @@ from torch import Tensor
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config
 from mrl.ops import devices
-from mrl.ops.delta_rule import CausalConvolution, Chunks, chunked_rule, one_token_rule, unit
+from mrl.ops.delta_heads import DeltaHeads
 from mrl.ops.kv_cache import CachedStep
 
 SPLIT = ("conv_weight", "A_log", "dt_bias")
@@ -62,7 +62,9 @@ class GatedDeltaNet(MegatronModule):
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
         rows = self.mixed + self.sharing * (self.value + 2)
-        self.in_proj = submodules.in_proj(config.hidden_size, heads * rows, gather_output=False, **wide)
+        self.in_proj = submodules.in_proj(
+            config.hidden_size, heads * rows, gather_output=False, tp_comm_buffer_name="qkv", **wide
+        )
         options = {"dtype": config.params_dtype, "device": devices.device()}
         convolution = torch.empty(self.heads * self.mixed, 1, config.linear_conv_kernel_dim, **options)
         torch.nn.init.uniform_(convolution, -(config.linear_conv_kernel_dim**-0.5), config.linear_conv_kernel_dim**-0.5)
@@ -76,7 +78,7 @@ class GatedDeltaNet(MegatronModule):
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
         self.out_norm = GatedNorm(self.value, config.layernorm_epsilon, self.tp, options)
         self.out_proj = submodules.out_proj(
-            values * self.value, config.hidden_size, input_is_parallel=True,
+            values * self.value, config.hidden_size, input_is_parallel=True, tp_comm_buffer_name="proj",
             **wide | {"init_method": config.output_layer_init_method, "skip_bias_add": True},
         )  # fmt: skip
 
@@ -86,59 +88,42 @@ class GatedDeltaNet(MegatronModule):
         """Returns (hidden states, None: no bias)."""
         projected, _bias = self.in_proj(hidden_states)
         if isinstance(packed_seq_params, CacheLayout):
+            assert packed_seq_params.step is not None
             return self.out_proj(self.cached(projected.squeeze(1), packed_seq_params.step).unsqueeze(1))
-        mixed, gate, beta, decay = self.parts(projected.squeeze(1))
-        # beta and decay have one channel of each value head
-        inputs = torch.cat([mixed, beta, decay], dim=-1)
+        inputs, gate = self._parts(projected.squeeze(1))
         if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
-            out = tensor_parallel.checkpoint(self._attend, False, inputs, packed_seq_params)
+            out = tensor_parallel.checkpoint(lambda x: self._attend(x, packed_seq_params), False, inputs)
         else:
             out = self._attend(inputs, packed_seq_params)
         return self.out_proj(self.out_norm(out, gate).flatten(1).unsqueeze(1))
 
-    def parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns query, key and value before the convolution [T, G, 2K + R*V], the gate [T, G, R, V], and what beta
-        and decay are made of [T, G, R] each, from the output [T, G * ...] of `in_proj`."""
-        each = projected.unflatten(-1, (self.heads, -1))
-        sizes = [self.mixed, self.sharing * self.value, self.sharing, self.sharing]
-        mixed, gate, beta, decay = each.split(sizes, dim=-1)
-        return mixed, gate.unflatten(-1, (self.sharing, self.value)), beta, decay
+    def cached(self, projected: Tensor, step: CachedStep) -> Tensor:
+        """Returns the input [>=T, G * R * V] of `out_proj` for new tokens of a step, and keeps the states after them.
+
+        projected: [>=T, ...] of `in_proj`.
+        """
+        inputs, gate = self._parts(projected)
+        return self.out_norm(self.parameters_of_heads.cached(self.layer_number, inputs, step), gate).flatten(1)
+
+    def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the inputs of `DeltaHeads` [T, G, 2K + R*V + 2R] and the gate [T, G, R, V], from [T, G * ...]."""
+        sizes = [self.mixed, self.sharing * self.value, 2 * self.sharing]
+        mixed, gate, rates = projected.unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
+        return torch.cat([mixed, rates], dim=-1), gate.unflatten(-1, (self.sharing, self.value))
+
+    @property
+    def parameters_of_heads(self) -> DeltaHeads:
+        weight = self.conv_weight.squeeze(1).unflatten(0, (self.heads, self.mixed))
+        a_log, dt_bias = (rate.unflatten(0, (self.heads, self.sharing)) for rate in (self.A_log, self.dt_bias))
+        return DeltaHeads(weight, a_log, dt_bias, self.key)
 
     def _attend(self, inputs: Tensor, layout: PackedLayout) -> Tensor:
-        """Returns the outputs [T, G, R, V] of this rank's tokens, from [T, G, 2K + R*V + 2R]."""
+        """Returns the outputs [T, G, R, V] of this rank's tokens."""
         ranks = self.cp.size()
-        if ranks > 1:
-            inputs = self._heads_for_tokens(inputs)[layout.order]
-        out = self._rule(inputs, layout.chunks)
-        return self._tokens_for_heads(out, layout) if ranks > 1 else out
-
-    def _rule(self, inputs: Tensor, chunks: Chunks) -> Tensor:
-        mixed, beta, decay = inputs.split([self.mixed, self.sharing, self.sharing], dim=-1)
-        conv_weight, a_log, dt_bias = self.of_heads(self.cp.rank(), self.cp.size())
-        mixed = F.silu(CausalConvolution.apply(mixed.flatten(1), conv_weight, chunks.positions))
-        out, _ = chunked_rule(*self.rule_inputs(mixed, beta, decay, a_log, dt_bias), chunks)
-        return out.to(inputs.dtype)
-
-    def rule_inputs(
-        self, mixed: Tensor, beta: Tensor, decay: Tensor, a_log: Tensor, dt_bias: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns the arguments of the rule from the convolution's output [T, G * (2K + R*V)].
-
-        beta, decay: [T, G, R] as projected. a_log, dt_bias: [G, R].
-        """
-        query, key, value = mixed.unflatten(1, (beta.shape[1], -1)).split(
-            [self.key, self.key, self.sharing * self.value], dim=-1
-        )
-        value = value.unflatten(-1, (self.sharing, self.value))
-        decay = -a_log.float().exp() * F.softplus(decay.float() + dt_bias.float())
-        return unit(query), unit(key), value, decay, beta.sigmoid()
-
-    def of_heads(self, rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns convolution [D, W], A_log [G, R] and dt_bias [G, R] of the heads of one of `ranks` parts."""
-        count = self.heads // ranks
-        mine = slice(rank * count, (rank + 1) * count)
-        weight = self.conv_weight.squeeze(1).unflatten(0, (self.heads, self.mixed))[mine].flatten(0, 1)
-        return weight, *(x.unflatten(0, (self.heads, self.sharing))[mine] for x in (self.A_log, self.dt_bias))
+        if ranks == 1:
+            return self.parameters_of_heads(inputs, layout.chunks)
+        heads = self.parameters_of_heads.part(self.cp.rank(), ranks)
+        return self._tokens_for_heads(heads(self._heads_for_tokens(inputs)[layout.order], layout.chunks), layout)
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
         """Returns [cp * T, G / cp, ...] in the order of ranks, from [T, G, ...] of each rank."""
@@ -147,49 +132,9 @@ class GatedDeltaNet(MegatronModule):
 
     def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> Tensor:
         """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of the micro-batch."""
+        assert layout.order is not None
         by_rank = all_to_all(self.cp, x[layout.order.argsort()])
         return by_rank.unflatten(0, (self.cp.size(), -1)).transpose(0, 1).flatten(1, 2)
-
-    def cached(self, projected: Tensor, step: CachedStep) -> Tensor:
-        """Returns the input [>=T, G * R * V] of `out_proj` for new tokens of a step, and keeps the states after them.
-
-        projected: [>=T, ...] of `in_proj`. The result is zeros for padding.
-        """
-        mixed, gate, beta, decay = self.parts(projected)
-        mixed, kernel = mixed.flatten(1), self.config.linear_conv_kernel_dim
-        before, states = step.cache.states_of(
-            self.layer_number, mixed.new_empty(mixed.shape[1], kernel - 1),
-            torch.empty(self.heads, self.sharing, self.key, self.value, device=mixed.device),
-        )  # fmt: skip
-        weight, a_log, dt_bias = self.of_heads(0, 1)
-        count, total = step.decoding, step.tokens
-        outs = []
-        if count:
-            first = (step.positions[:count] == 0)[:, None, None]
-            inputs = torch.cat([before[:count].masked_fill(first, 0), mixed[:count, :, None]], dim=-1)
-            before[:count] = inputs[..., 1:]
-            convolved = F.silu((inputs.float() * weight.float()).sum(-1).to(mixed.dtype))
-            of_rule = self.rule_inputs(convolved, beta[:count], decay[:count], a_log, dt_bias)
-            out, states[:count] = one_token_rule(*of_rule, states[:count].masked_fill(first[..., None, None], 0))
-            outs.append(out)
-        if count < total:
-            rows = slice(count, len(step.new_lengths))
-            first = devices.tensor_on(mixed.device, [old == 0 for old in step.cached_lengths[rows]], torch.bool)
-            leads = before[rows].masked_fill(first[:, None, None], 0)
-            parts = mixed[count:total].split(step.new_lengths[rows])
-            parts = [torch.cat([lead.t(), part]) for lead, part in zip(leads, parts, strict=True)]
-            for row, part in enumerate(parts, count):
-                before[row] = part[len(part) - kernel + 1 :].t()
-            long = torch.cat(parts)
-            behind = torch.full((len(long),), kernel, device=long.device)  # each token has its places before it
-            convolved = F.silu(CausalConvolution.apply(long, weight, behind))
-            convolved = torch.cat([part[kernel - 1 :] for part in convolved.split([len(part) for part in parts])])
-            of_rule = self.rule_inputs(convolved, beta[count:total], decay[count:total], a_log, dt_bias)
-            state = states[rows].masked_fill(first[:, None, None, None, None], 0)
-            out, states[rows] = chunked_rule(*of_rule, step.chunks, state)
-            outs.append(out)
-        out = torch.cat([*outs, gate.new_zeros(len(gate) - total, *gate.shape[1:])]) if outs else torch.zeros_like(gate)
-        return self.out_norm(out.to(projected.dtype), gate).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Splits the parameters of heads over tensor-parallel ranks."""

@@ -194,12 +194,17 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
         layer, norm = _local_layer, RMSNorm
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [layer(config, config.num_moe_experts if moe[i] else None) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=with_delta_nets(config, layers, specs), layer_norm=norm)
+
+
+def with_delta_nets(config: Config | LatentConfig, layers: list[int], specs: list[ModuleSpec]) -> list[ModuleSpec]:
+    """Returns the specs of layers with gated delta nets in place of the attention of those that have one."""
     for i, spec in zip(layers, specs, strict=True):
         if config.linear_attention_freq and config.linear_attention_freq[i]:
             theirs = spec.submodules.self_attention.submodules
             linears = DeltaSubmodules(in_proj=theirs.linear_qkv, out_proj=theirs.linear_proj)
             spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=linears)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+    return specs
 
 
 def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:

@@ -242,7 +242,8 @@ def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
-    return F.rms_norm(x.float(), weight.shape, weight.float(), module.eps).to(x.dtype)
+    factor = weight.float() + 1 if module.zero_centered_gamma else weight.float()
+    return F.rms_norm(x.float(), weight.shape, factor, module.eps).to(x.dtype)
 
 
 def needs_gradient(model: torch.nn.Module) -> None:

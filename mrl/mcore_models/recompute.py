@@ -10,8 +10,9 @@
     moe_act         activations of grouped experts alone           the expert ffn size for each expert of a token
     mla_up_proj     latent attention's queries, keys and values    heads x (2 x qk + v head size) a token
                     from their latents
-    core_attn       softmax(q k) v                                 a sum a head and token: attention as it is computed
-                                                                   here, and flash attention, keeps no scores
+    core_attn       softmax(q k) v; of a gated delta net the       a sum a head and token: attention as it is computed
+                    convolution and the rule                       here, and flash attention, keeps no scores. Of a
+                                                                   gated delta net all that its chunks keep
 
 Nothing here imports megatron: it is asked before processes start, too.
 """

@@ -5,8 +5,8 @@
 Each sequence has a state of its own, so nothing passes from one to the next. A sequence is cut into chunks. The chunks
 of all sequences are computed together, and the states go from chunk to chunk for all sequences at once (section 3.3).
 
-Dimensions: `T` tokens of all sequences, `N` sequences, `G` key heads, `R` value heads that share a key head, `K` and `V`
-channels of a key and of a value, `C` tokens of a chunk, `M` chunks, `W` weights of the convolution of a channel.
+Dimensions: `T` tokens of all sequences, `N` sequences, `G` key heads, `R` value heads that share a key head, `K` and
+`V` channels of a key and of a value, `C` tokens of a chunk, `M` chunks, `W` weights of the convolution of a channel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.ops import devices
@@ -43,20 +43,19 @@ class Chunks:
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
         """Returns the chunks of sequences of these lengths. A sequence of no tokens has no chunk."""
         size, total = max(1, min(CHUNK, max(lengths))), sum(lengths)
-        lengths_N = torch.tensor(lengths)
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        by_length = torch.argsort(lengths_N, descending=True, stable=True)
+        lengths_N = np.array(lengths)
+        starts_N = lengths_N.cumsum() - lengths_N
+        by_length = np.argsort(-lengths_N, kind="stable")
         counts = (lengths_N + size - 1) // size
-        active = [int((counts > number).sum()) for number in range(int(counts.max()))]
-        sequence = torch.cat([by_length[:count] for count in active])
-        number = torch.arange(len(active)).repeat_interleave(torch.tensor(active))
-        inside = number[:, None] * size + torch.arange(size)
-        token = (starts_N[sequence, None] + inside).where(inside < lengths_N[sequence, None], total).flatten()
-        place = torch.empty(total + 1, dtype=torch.int64)
-        place[token] = torch.arange(token.numel())
-        positions = torch.arange(total) - starts_N.repeat_interleave(lengths_N)
+        active = [int((counts > number).sum()) for number in range(counts.max())]
+        sequence = np.concatenate([by_length[:count] for count in active])
+        inside = np.repeat(np.arange(len(active)), active)[:, None] * size + np.arange(size)
+        token = np.where(inside < lengths_N[sequence, None], starts_N[sequence, None] + inside, total).ravel()
+        place = np.empty(total + 1, dtype=np.int64)
+        place[token] = np.arange(token.size)
+        positions = np.arange(total) - np.repeat(starts_N, lengths_N)
         token, place, by_length, positions = (
-            devices.tensor_on(device, t) for t in (token, place[:total], by_length, positions)
+            devices.tensor_on(device, values) for values in (token, place[:total], by_length, positions)
         )
         return cls(size, token, place, tuple(active), by_length, positions)
 
@@ -137,8 +136,9 @@ def chunked_rule(
     query, key = (x.unsqueeze(2) for x in in_chunks[:2])  # [M, G, 1, C, K]
     value, decay, beta = in_chunks[2:]  # [M, G, R, C, V] and [M, G, R, C, 1]
     later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device).triu(1)
-    # from the begin of the chunk. In fp32 a head that forgets fast would lose the digits of its differences
-    kept = decay.double().cumsum(-2)
+    # from the begin of the chunk. In fp32 a head that forgets fast would lose the digits of its differences. A GPU's
+    # cumsum has no fixed order
+    kept = decay.double().transpose(-1, -2).masked_fill(later, 0).sum(-1, keepdim=True)
     between = (kept - kept.transpose(-1, -2)).float().masked_fill(later, -torch.inf).exp()  # [M, G, R, C, C]
     # the values that a chunk writes, and the keys by which it reads the state before it (eq. 8 to 10 of the paper)
     system = beta * (key @ key.transpose(-1, -2)) * between

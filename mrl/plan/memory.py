@@ -178,7 +178,7 @@ class MemoryUse:
     gradients: int
     optimizer: int
     activations: int | None
-    cache: int  # keys and values, or what an engine inside the trainer takes
+    cache: int  # keys, values and states, or what an engine inside the trainer takes
     idle: int  # of roles that do not work
 
     @property
@@ -237,7 +237,7 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
             return MemoryUse(phase.name, stage, 0, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
         if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
             weights += sharded.gathered_bytes(plan.config)
-        cache = phase.cache_tokens * _cache_bytes(plan, stage)
+        cache = _cache_bytes(phase, plan, stage)
         return MemoryUse(phase.name, stage, weights, 0, 0, _sampling(phase, plan, stage), cache, 0)
     activations = _activations(phase, plan, stage, longest)
     if phase.kind == "forward":
@@ -287,7 +287,7 @@ def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
     if not plan.sampling:
         return None
     last = stage == plan.dims.pp - 1
-    rows = math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp)) if last else 0
+    rows = _rows(phase, plan) if last else 0
     columns = math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
     logits = 4 * rows * columns + noise_bytes(rows, columns)
     return max(chunk.forward_peak + chunk.shared for chunk in plan.sampling[stage].chunks) + logits
@@ -309,7 +309,16 @@ def parameters_of(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
     return total - experts, experts, int(hf.get("num_experts") or 0) if experts else 0
 
 
-def _cache_bytes(plan: RolePlan, stage: int) -> int:
-    """Returns bytes of keys and values of one token in the layers of a stage, on one rank."""
-    per_layer = meta.cache_bytes(plan.config, plan.dims)
-    return sum(len(layers) for layers in plan.stages[stage].layers) * per_layer
+def _cache_bytes(phase: Phase, plan: RolePlan, stage: int) -> int:
+    """Returns bytes of keys and values, and of recurrent layers' states, in the layers of a stage, on one rank."""
+    layers, linear = [n for chunk in plan.stages[stage].layers for n in chunk], meta.linear_layers(plan.config)
+    recurrent = sum(layer in linear for layer in layers)
+    found = phase.cache_tokens * (len(layers) - recurrent) * meta.cache_bytes(plan.config, plan.dims)
+    if recurrent:
+        found += min(_rows(phase, plan), phase.cache_tokens) * recurrent * meta.recurrent_bytes(plan.config, plan.dims)
+    return found
+
+
+def _rows(phase: Phase, plan: RolePlan) -> int:
+    """Returns the sequences of a replica that samples."""
+    return math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp))

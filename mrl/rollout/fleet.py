@@ -13,6 +13,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,27 @@ from mrl.words import pluralize
 
 ASYNC_KEY = "rollout.async_level"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 AWAY_S = 10.0  # longest wait for an answer of a server that was left out
+
+
+class SyncGivenUp(ServerError):
+    """`Fleet.abort_syncs` ended a weight sync."""
+
+
+def _of_sync(call: Callable[P, T]) -> Callable[P, T]:
+    """Makes a call that `Fleet.abort_syncs` ends raise SyncGivenUp."""
+
+    @functools.wraps(call)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except RequestAborted as error:
+            raise SyncGivenUp(f"rollout.server.urls: the weight sync to {error} was given up") from error
+
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +174,7 @@ class Fleet:
         if is_new:
             self._say(f"{why}; it is left out until it is there again")
 
+    @_of_sync
     def find_servers(self) -> None:
         """Takes in servers that were started again, and leaves out those that are gone. Comes before a weight sync."""
         if self.version is None:  # they have no weights of this run
@@ -244,10 +266,20 @@ class Fleet:
         for sampler in self.samplers:
             sampler.servers.allow_requests()
 
+    def abort_syncs(self) -> None:
+        """Ends requests of weight syncs. Those under way, and all until `allow_syncs`, raise SyncGivenUp."""
+        self._servers.abort_requests()
+
+    def allow_syncs(self) -> None:
+        """Undoes `abort_syncs`."""
+        self._servers.allow_requests()
+
+    @_of_sync
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
         self.version = self.handover.send(weights)
 
+    @_of_sync
     def send_adapter_files(self, files: Mapping[str, bytes]) -> None:
         """Gives all servers adapters of `adapter_files`."""
         assert isinstance(self.handover, AdapterWeightSync), "servers get whole weights"
@@ -257,6 +289,7 @@ class Fleet:
         """Returns the files of adapters that servers have; None if they get whole weights."""
         return self.handover.files(version) if isinstance(self.handover, AdapterWeightSync) else None
 
+    @_of_sync
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
         self.probe_gap = 0.0

@@ -96,6 +96,10 @@ class RankSampler(ServerSampler):
 
     server = RankServer
 
+    @property
+    def notes(self) -> Sequence[str]:
+        return () if self.handover is None else ("rollout.ranks: they get new weights as files",)
+
 
 def end_ranks(url: str) -> None:
     """Ends the program on the sampling ranks, once they have made the call at hand."""

@@ -84,12 +84,11 @@ def qkv(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
             f"use a divisor of {heads} that divides {groups} or is a multiple of it",
         )
     queries, keys, values = (shape[0] // groups for shape in shapes)
-    size = shard.sizes["head_dim"]
-    if queries == heads // groups * size:
+    if queries == heads // groups * keys:
         of_group = [(0, 0, queries)]
     else:  # each head's rows are a query and then a gate; megatron has all queries of a group first
-        starts = range(0, queries, 2 * size)
-        of_group = [(0, start + after, size) for after in (0, size) for start in starts]
+        starts = range(0, queries, 2 * keys)
+        of_group = [(0, start + after, keys) for after in (0, keys) for start in starts]
     of_group += [(1, 0, keys), (2, 0, values)]
     rows = (queries, keys, values)
     return _part_of_rows(

@@ -189,10 +189,11 @@ class McoreReader:
                     parts[place.expert, place.part] = name
         self._shapes = shapes
         self.tensors = {n: TensorInfo(dtypes[n], tuple(s)) for n, s in files_shapes(family, shapes).items()}
-        self.tensors |= beside.tensors
+        self._carried = beside.tensors.keys() - self.tensors.keys()  # others have trained
+        self.tensors |= {name: beside.tensors[name] for name in self._carried}
 
     def __call__(self, name: str) -> Slice:
-        if name in self._beside.tensors:
+        if name in self._carried:
             return self._beside(name)
         if name in self._stacks:
             return stack_slice(self, *self._stacks[name], self.tensors[name].shape)

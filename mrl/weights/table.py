@@ -80,6 +80,7 @@ class Family:
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes  # words for shapes beyond those of `sizes_of`
     stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
     mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.mtp`
+    mtp_block: str = "model.layers.{l}."  # what the files' names of its block begin with
     prefix: str = "model."  # what files have in place of the `model.` of names in the table
     carries: tuple[str, ...] = ()
     """Beginnings of names in files of tensors that no engine reads, and that exports hold unchanged."""
@@ -107,7 +108,8 @@ class Family:
     def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """Returns the entries of global layer number `layer`, past the last; mcore's `{l}` counts from the first such
         layer."""
-        return self.mtp + tuple(map(as_mtp_entry, self.layer_entries(config, layer)))
+        block = (as_mtp_entry(entry, self.mtp_block) for entry in self.layer_entries(config, layer))
+        return (*self.mtp, *block)
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
@@ -138,10 +140,11 @@ _MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
 
-def as_mtp_entry(entry: Entry) -> Entry:
-    """Returns the entry of a layer as the block of an MTP layer has it."""
+def as_mtp_entry(entry: Entry, block: str = _HF) -> Entry:
+    """Returns the entry of a layer as the block of an MTP layer has it. block: what the files' names begin with."""
     te = entry.te and entry.te.replace(_MCORE, _MTP_BLOCK)
-    return dataclasses.replace(entry, mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK), te=te)
+    hf = tuple((name.replace(_HF, block), shape) for name, shape in entry.hf)
+    return dataclasses.replace(entry, mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK), te=te, hf=hf)
 
 
 EMBEDDING = Entry("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab")
@@ -343,4 +346,14 @@ MTP = (
     *(Entry(_MTP + f"{x}.weight", ((_HF + f"{x}.weight", ("hidden",)),), "replicated") for x in ("enorm", "hnorm")),
     Entry(_MTP + "eh_proj.weight", ((_HF + "eh_proj.weight", ("hidden", "two_hidden")),), "column"),
     Entry(_MTP + "final_layernorm.weight", ((_HF + "shared_head.norm.weight", ("hidden",)),), "replicated"),
+)
+# the same of the one MTP layer of a Qwen3.5
+OWN_MTP = tuple(
+    Entry(_MTP + f"{name}.weight", ((f"mtp.{hf}.weight", shape),), kind)
+    for name, hf, shape, kind in (
+        ("enorm", "pre_fc_norm_embedding", ("hidden",), "replicated"),
+        ("hnorm", "pre_fc_norm_hidden", ("hidden",), "replicated"),
+        ("eh_proj", "fc", ("hidden", "two_hidden"), "column"),
+        ("final_layernorm", "norm", ("hidden",), "replicated"),
+    )
 )

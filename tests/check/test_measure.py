@@ -9,7 +9,7 @@ import pytest
 from mrl.check.verdict import clue
 from tests.check import works
 from tests.engine.harness import run_case
-from tests.tiers import nightly_but
+from tests.tiers import in_tiers, nightly_but
 
 MEASURED = "tests.check.faults:measured"
 
@@ -44,6 +44,16 @@ def test_a_right_layout_is_the_same(llama, world, backend, parallel):
     assert not wrong
     assert found.start.error == 0.0 and found.start.compared == found.weights.compared == found.gradients.compared == 39
     assert 0 < found.gradients.error < 1e-5 and found.weights.error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    in_tiers([], [("qwen3_5", {"tp": 2})], [("qwen3_5", {"tp": 2}), ("qwen3_5_moe", {"cp": 2})]),
+    ids=["qwen3_5 tp2", "qwen3_5_moe cp2"],
+)
+def test_layouts_of_gated_delta_nets_are_the_same(tmp_path, family, parallel):
+    found, wrong = measured(2, works.make(tmp_path, family).work(**parallel))
+    assert not wrong and found.start.error == 0.0 and 0 < found.gradients.error < 1e-5
 
 
 def test_a_missing_all_reduce_is_seen_in_gradients_alone(llama):

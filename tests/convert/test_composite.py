@@ -34,7 +34,9 @@ def make(
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
     tensors = load_file(folder / "model.safetensors")
     if stacked:
-        tensors = {name: t.clone() for name, t in model.state_dict().items() if again or not (tied and "lm_head" in name)}
+        tensors = {
+            name: t.clone() for name, t in model.state_dict().items() if again or not (tied and "lm_head" in name)
+        }
     (folder / "model.safetensors").unlink()
     generator = torch.Generator().manual_seed(1)
     tensors |= {name: torch.randn(shape, generator=generator) for name, shape in MTP.items()}

@@ -107,6 +107,7 @@ def row(case: Case, found: Result) -> str:
 
 DENSE, MOE, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 GLM, SINKS, GATED = "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B"
+DELTA, DELTA_MOE = "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B"
 EVERYTHING = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -114,6 +115,8 @@ def _few(model: str) -> dict[str, Any]:
     """Few experts: sequential ones take a while each, also without numbers."""
     if model == LATENT:
         return fewer_experts(model, 16) | {"first_k_dense_replace": 1}  # two of each group
+    if model in (DELTA, DELTA_MOE):
+        return fewer_experts(model, 8) | {"full_attention_interval": 2}  # both kinds of layers
     return fewer_experts(model, 8)
 
 

@@ -27,6 +27,11 @@ def _moe(experts: int, top: int, ffn: int, **more: Any) -> dict:
     return {"num_experts": experts, "num_experts_per_tok": top, "moe_intermediate_size": ffn, **more}
 
 
+DELTA_NETS = {  # of the layers of Qwen3.5's text models but for every fourth
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+}  # fmt: skip
+
 MODELS: dict[str, dict[str, Any]] = {
     # name of the repository on the hub: its config.json
     "meta-llama/Llama-3.1-8B": {"model_type": "llama", **_sizes(4096, 14336, 32, 32, 8, 128256)},
@@ -71,6 +76,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistralai/Mixtral-8x7B-v0.1": {
         "model_type": "mixtral", **_sizes(4096, 14336, 32, 32, 8, 32000), "num_local_experts": 8,
         "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "Qwen/Qwen3.5-9B": {"model_type": "qwen3_5_text", **_sizes(4096, 12288, 32, 16, 4, 248320, 256), **DELTA_NETS},
+    "Qwen/Qwen3.5-35B-A3B": {
+        "model_type": "qwen3_5_moe_text", **_sizes(2048, 512, 40, 16, 2, 248320, 256), **DELTA_NETS,
+        **_moe(256, 8, 512, shared_expert_intermediate_size=512),
     },
 }  # fmt: skip
 

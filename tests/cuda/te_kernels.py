@@ -140,7 +140,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(
     x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, dtype: Any, sms: int, zero_centered: bool
 ) -> tuple[Any, None, Tensor]:
-    assert x.dim() == 2 and weight.shape == x.shape[-1:] and not zero_centered
+    assert x.dim() == 2 and weight.shape == x.shape[-1:]
     if quantizer is not None:
         out = quantize(x, quantizer)
     elif out is None:

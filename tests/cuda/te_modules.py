@@ -77,7 +77,8 @@ def _of(role: Any) -> Found:
         for module in (m for chunk in model.chunks for m in chunk.modules()):
             modules.setdefault(type(module).__module__, set()).add(type(module).__name__)
             assert getattr(module, "normalization", "RMSNorm") == "RMSNorm", module
-            assert not getattr(module, "zero_centered_gamma", False), module
+            centered = getattr(module, "zero_centered_gamma", model.transformer.layernorm_zero_centered_gamma)
+            assert centered == model.transformer.layernorm_zero_centered_gamma, module
         for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
             parameter.requires_grad_(not model.adapters or id(parameter) in adapters)  # as with an optimizer
         with model.state.installed():

@@ -109,16 +109,22 @@ FURTHER = {  # beside fewer experts: a dense layer before those, and other value
     "Qwen/Qwen3-30B-A3B": {"mlp_only_layers": [0]},
     "zai-org/GLM-4.5-Air": {"use_qk_norm": True},
     "deepseek-ai/DeepSeek-V3": {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+    "Qwen/Qwen3.5-9B": {"full_attention_interval": 2},
+    "Qwen/Qwen3.5-35B-A3B": {"full_attention_interval": 2},
 }
 SMALLER = {
     model: fewer_experts(model, 16 if model == "deepseek-ai/DeepSeek-V3" else 8) | FURTHER.get(model, {})
     for model in MODELS
     if model != "meta-llama/Llama-3.2-1B"  # as Llama-3.1-8B
 }
-WITHOUT_EXPERTS = ("Qwen/Qwen1.5-MoE-A2.7B", "openai/gpt-oss-20b")  # of which peft's "all-linear" takes no experts
+WITHOUT_EXPERTS = (
+    "Qwen/Qwen1.5-MoE-A2.7B",
+    "openai/gpt-oss-20b",
+    "Qwen/Qwen3.5-35B-A3B",
+)  # of which peft's "all-linear" takes no experts
 WITH_MTP = ("zai-org/GLM-4.5-Air", "deepseek-ai/DeepSeek-V3")
 EXPERTS, NO_EXPERTS = {"rank": 3, "world": 4, "tp": 2, "ep": 2}, {"rank": 3, "world": 4, "tp": 2, "pp": 2}
-FAST = {("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/DeepSeek-V3", False),
+FAST = {("Qwen/Qwen3.5-9B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/DeepSeek-V3", False),
         ("openai/gpt-oss-20b", False)}  # fmt: skip
 CASES = [
     pytest.param(

@@ -8,10 +8,10 @@ import dataclasses
 
 import pytest
 
-from tests.cuda.cases import DENSE, EVERYTHING, GATED, SINKS
+from tests.cuda.cases import DELTA, DENSE, EVERYTHING, GATED, SINKS
 from tests.cuda.te_cases import te_case, te_ceilings
 from tests.cuda.test_engine import beyond, dtypes_are_as_stated
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 ON = {"tp_comm_overlap": True}
 IN_CHUNKS = ON | {"tp_comm_overlap_rs_dgrad": True, "tp_comm_overlap_disable_qkv": True}
@@ -31,10 +31,11 @@ CASES = [
     (te_case(DENSE, world=8, rank=3, tp=2, cp=2, pp=2, vpp=2, offload=EVERYTHING, megatron=ON), OF_A_LAYER),
     (te_case(SINKS, world=4, rank=2, tp=2, ep=2, megatron=ON), {RING: 2, SCATTER: 1, BULK + "gather": 1, BULK + "scatter": 1}),
     (te_case(GATED, world=4, rank=2, tp=2, ep=2, megatron=ON), {RING: 4, SCATTER: 2, BULK + "gather": 1, BULK + "scatter": 1}),
+    (te_case(DELTA, world=4, rank=1, tp=2, megatron=ON), OF_A_LAYER),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case, overlaps", slow_but(CASES[:1], CASES), ids=str)
+@pytest.mark.parametrize("case, overlaps", in_tiers(CASES[:1], CASES[1:6], CASES), ids=str)
 def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
     found, plain = (
         te_worker.call("tests.cuda.te_update:update", each, (9, 0))

@@ -17,6 +17,7 @@ from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import generation
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
+from mrl.engine.megatron import meta
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.errors import ConfigError
 from mrl.mcore_models import decode_graphs, decoder
@@ -168,6 +169,8 @@ def the_cache_is_bounded(config: RoleConfig) -> None:
     for cache in made:
         for keys, values in cache.layers.values():
             assert keys.shape == values.shape and keys.shape[0] * keys.shape[2] <= 100
+        for pair in cache.states.values():
+            assert sum(state[0].nbytes for state in pair) == meta.recurrent_bytes(config, engine.model.dims)
 
 
 def own_attention_in_place_of_another(config: RoleConfig) -> None:

@@ -21,12 +21,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mrl.batch import Batch
+from mrl.check.reference import delta_rule_by_tokens
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from tests.engine import tiny
 from tests.engine.lora import make_engine
 
 NORM = 1e-5  # of tests.engine.tiny's models
+FURTHER = {name: name for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+OF_QWEN3_5 = dict(zip(FURTHER, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), strict=True))
+"""What is beside the block, by its name in the paper's first code -> in files."""
+
+
+def names_of(config: dict[str, Any], layer: int) -> tuple[str, dict[str, str]]:
+    """What the names of an MTP layer's block begin with, and of what is beside it."""
+    if config["model_type"].startswith("qwen3_5"):
+        return "mtp.layers.0.", {name: f"mtp.{of_file}" for name, of_file in OF_QWEN3_5.items()}
+    own = f"model.layers.{layer}."
+    return own, {name: own + name for name in FURTHER}
 
 
 def make_model(
@@ -39,21 +51,25 @@ def make_model(
     config, held = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
     count, hidden, generator = config["num_hidden_layers"], config["hidden_size"], torch.Generator().manual_seed(1)
     for layer in range(count, count + layers):
-        last, own = f"model.layers.{count - 1}.", f"model.layers.{layer}."
+        last, (own, further) = f"model.layers.{count - 1}.", names_of(config, layer)
         shapes = {own + n.removeprefix(last): t.shape for n, t in held.items() if n.startswith(last)}
-        shapes |= {own + f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
-        shapes[own + "eh_proj.weight"] = (hidden, 2 * hidden)
+        shapes |= {f"{name}.weight": (hidden,) for name in further.values()}
+        shapes[further["eh_proj"] + ".weight"] = (hidden, 2 * hidden)
+        of_norm = 0.0 if further["hnorm"].startswith("mtp.") else 1.0
         for name, shape in shapes.items():
             noise = torch.randn(shape, generator=generator)
-            held[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else 0.15 * noise
-        if copies:
+            held[name] = of_norm + 0.1 * noise if len(shape) == 1 else 0.15 * noise
+        if copies and of_norm:
             held[own + "embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
             held[own + "shared_head.head.weight"] = held[
                 "model.embed_tokens.weight" if tied else "lm_head.weight"
             ].clone()
     save_file(held, place / "model.safetensors", {"format": "pt"})
-    (place / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
+    (place / "config.json").write_text(json.dumps(config | {COUNTS[bool(of_norm)]: layers}))
     return folder
+
+
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 def reference(
@@ -66,13 +82,14 @@ def reference(
     for file in pathlib.Path(folder).glob("*.safetensors"):
         held |= load_file(file)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    count, layers = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    heads = [_Layer(model, held, count + i) for i in range(layers)]
+    count, layers = config["num_hidden_layers"], next(config[name] for name in COUNTS if config.get(name))
+    heads = [_Layer(model, held, names_of(config, count + i)) for i in range(layers)]
     loss, further = torch.zeros(()), torch.zeros(())
     for tokens, labels, mask in zip(
         *(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True
     ):
-        hidden = model.model(tokens[None]).last_hidden_state[0]
+        with delta_rule_by_tokens(model):
+            hidden = model.model(tokens[None]).last_hidden_state[0]
         loss = loss + _sum(model.lm_head.weight / temperature, hidden, labels, mask)
         embedding, output = model.model.embed_tokens.weight, model.lm_head.weight / temperature
         if detach:
@@ -98,16 +115,14 @@ def _sum(output: Tensor, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor
 class _Layer:
     """One MTP layer. In a sequence of n tokens that of depth k has n - k places."""
 
-    def __init__(self, model: Any, held: dict[str, Tensor], number: int) -> None:
-        self.model, self.own = model, f"model.layers.{number}."
+    def __init__(self, model: Any, held: dict[str, Tensor], names: tuple[str, dict[str, str]]) -> None:
+        self.model, (self.own, self.names) = model, names
+        self.centered = self.own.startswith("mtp.")
         self.block = copy.deepcopy(model.model.layers[-1])
         of_block = {n.removeprefix(self.own): t for n, t in held.items() if n.startswith(self.own)}
-        self.further = {
-            name: torch.nn.Parameter(of_block.pop(f"{name}.weight"))
-            for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        }
-        for copied in ("embed_tokens", "shared_head.head"):
-            of_block.pop(f"{copied}.weight", None)
+        self.further = {name: torch.nn.Parameter(held[f"{own}.weight"]) for name, own in self.names.items()}
+        for other in (*FURTHER, "embed_tokens", "shared_head.head"):
+            of_block.pop(f"{other}.weight", None)
         wanted = self.block.state_dict()
         stacked = _stacked(of_block)
         assert stacked.keys() == wanted.keys(), stacked.keys() ^ wanted.keys()
@@ -127,12 +142,12 @@ class _Layer:
         return self._norm("shared_head.norm", output[0] if output.dim() == 3 else output)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.further[name], NORM)
+        return F.rms_norm(x, x.shape[-1:], self.further[name] + 1 if self.centered else self.further[name], NORM)
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {f"{name}.weight": p.grad for name, p in self.further.items()}
-        found |= _unstacked({name: p.grad for name, p in self.block.named_parameters()})
-        return {self.own + name: grad for name, grad in found.items()}
+        found = _unstacked({name: p.grad for name, p in self.block.named_parameters()})
+        further = {f"{self.names[name]}.weight": p.grad for name, p in self.further.items()}
+        return {self.own + name: grad for name, grad in found.items()} | further
 
 
 def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

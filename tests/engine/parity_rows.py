@@ -210,6 +210,11 @@ def _fsdp(*rows: Row) -> tuple[Row, ...]:
 
 
 FSDP_ROWS = _fsdp(
+    Row("qwen3_5", tokens=64),
+    Row("qwen3_5_moe", size=4, packing=False),
+    Row("qwen3_5", "cp2", size=4, why="ranks exchange tokens for heads"),
+    Row("qwen3_5_moe", "dp2", size=4),
+    Row("qwen3_5", "cp2", packing=False, size=4),
     Row("llama", size=4, packing=False),
     Row("llama tied", size=8),
     Row("llama value head", size=4),
@@ -333,8 +338,9 @@ LORA_ROWS = (
     Row("llama", "tp2+sp", size=2, packing=False, recompute="full", lora="k up"),
     Row("llama tied", "pp2", size=2, lora="all"),
     Row("llama", "pp2", size=2, lora="last layer", why="a pipeline stage where nothing trains"),
-    Row("llama", "cp2", size=4, lora="all"),
+    Row("qwen3_5", "cp2", size=4, lora="all"),
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
+    Row("qwen3_5", "tp2+sp", size=4, lora="all", why="four adapters of one linear, whose rows take turns by key head"),
 )
 FSDP_LORA_ROWS = _fsdp(
     Row("llama", "cp2", size=4, lora="all"),
@@ -355,6 +361,13 @@ NIGHTLY_LORA_ROWS = (
     Row("deepseek_v3", size=4, lora="all"),
     Row("mixtral", size=4, packing=False, lora="all"),
     Row("llama", "pp2xvpp2", size=2, recompute="full", lora="last layer"),
+    Row("llama", "cp2", size=4, lora="all"),
+    Row("qwen3_5", "tp2", size=4, lora="all"),
+    Row("qwen3_5", "pp2", size=4, lora="all"),
+    Row("qwen3_5_moe", "tp2+sp", size=4, lora="all"),
+    Row("qwen3_5_moe", "cp2", size=4, packing=False, lora="all"),
+    Row("qwen3_5_moe", "pp2", size=4, lora="all"),
+    Row("qwen3_5_moe", "tp2+spxdp2xep2", size=4, lora="all"),
     Row("llama", "tp4", size=4, lora="all", why="a key head that two ranks share"),
     Row("llama", "tp4+sp", size=4, lora="k up", why="a key head that two ranks share"),
     Row("llama value head", "tp2+sp", size=4, lora="all"),

@@ -45,41 +45,41 @@ from tests.engine.lora import make_engine
 from tests.resume.runs import sharded_tensors
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fp32, rounded once; one function for autograd, so that what is computed again adds gradients in the same order."""
-    return elementwise.RMSNormFunction.apply(x.float(), weight.float(), eps).to(x.dtype)
+def _rms_norm(x: Tensor, weight: Tensor, of: Any) -> Tensor:
+    """In fp32, rounded once; one function for autograd, so that what is computed again adds gradients in the same order.
+
+    of: the module, with the epsilon and whether the factor is 1 + weight."""
+    factor = weight.float() + 1 if of.zero_centered_gamma else weight.float()
+    return elementwise.RMSNormFunction.apply(x.float(), factor, of.eps).to(x.dtype)
 
 
 class Norm(torch.nn.Module):
     """As TENorm makes one."""
 
-    zero_centered_gamma = False
-
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self)
 
 
 class NormAndColumn(ColumnParallelLinear):
     """As TELayerNormColumnParallelLinear: an RMSNorm, with the epsilon of the config, and the linear after it."""
 
     made = 0
-    zero_centered_gamma = False
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         NormAndColumn.made += 1
-        self.eps = config.layernorm_epsilon
+        self.eps, self.zero_centered_gamma = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        return super().forward(_rms_norm(x, self.layer_norm_weight, self.eps), *args, **options)
+        return super().forward(_rms_norm(x, self.layer_norm_weight, self), *args, **options)
 
 
 class Grouped(torch.nn.Module):
@@ -147,7 +147,7 @@ class GroupedRow(Grouped):
 def _block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     made = [_layer(config, config.num_moe_experts if moe[i] else None) for i in numbers]
-    return TransformerBlockSubmodules(layer_specs=made, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=layers.with_delta_nets(config, numbers, made), layer_norm=Norm)
 
 
 def _layer(config: Any, experts: int | None) -> ModuleSpec:

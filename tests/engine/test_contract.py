@@ -40,7 +40,7 @@ MORE = (
     ("gradients_accumulate_until_zeroed", "llama", ("megatron pp2 vpp2",)),  # trap 28
     ("micro_batches_do_not_matter", "llama", ("megatron dp2", "megatron tp2 cp2")),  # trap 5
     ("micro_batches_do_not_matter", "mixtral", ("megatron ep2",)),
-    ("documents_do_not_see_each_other", "llama", ("fsdp", "megatron", "megatron cp2")),  # trap 17
+    ("documents_do_not_see_each_other", "qwen3_5", ("fsdp", "megatron", "megatron cp2", "fsdp cp2")),  # trap 17
 )
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
 FAST_CASES = [(layout, case) for layout, case in CASES if layout in FEW and (layout in FEW[:2] or case in EVERYWHERE)]
@@ -136,13 +136,13 @@ def test_dropout(folder, tmp_path, layout):
 
 
 OF_THEIR_OWN = [
-    ("megatron ep2", "glm4_moe"), ("fsdp dp2", "gemma2"), ("megatron tp2", "olmoe"), ("megatron tp2", "deepseek_v3"),
+    ("megatron ep2", "glm4_moe"), ("megatron tp2", "qwen3_5"), ("fsdp dp2", "gemma2"), ("megatron tp2", "olmoe"), ("megatron tp2", "deepseek_v3"),
     ("fsdp hsdp", "minimax_m2"), ("fsdp dp2", "ernie4_5_moe"), ("fsdp dp2", "olmoe"), ("external dp2", "olmoe"),
-    ("fsdp hsdp", "deepseek_v3"),
+    ("fsdp hsdp", "deepseek_v3"), ("fsdp dp2", "qwen3_5_moe"), ("megatron cp2", "qwen3_5_moe"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:6], OF_THEIR_OWN))
+@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:7], OF_THEIR_OWN))
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter, or
     a parameter that never trains."""

@@ -55,6 +55,8 @@ LAYOUTS = {
     "megatron qwen3_5 tp2": (2, "megatron", {"tp": 2}, "qwen3_5", 2),
     "megatron qwen3_5 pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}, "qwen3_5", 4),
     "megatron qwen3_5_moe ep2": (2, "megatron", {"ep": 2}, "qwen3_5_moe", 4),
+    "fsdp qwen3_5": (1, "fsdp", {}, "qwen3_5", 2),
+    "fsdp qwen3_5_moe dp2": (2, "fsdp", {}, "qwen3_5_moe", 2),
     "external": (1, EXTERNAL, {}, "qwen3", 2),
     "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
     "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
@@ -114,7 +116,9 @@ def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
 
-@pytest.mark.parametrize("layout", in_tiers(["megatron qwen3_5"], ["fsdp dp2"], ["fsdp dp2", "megatron qwen3_5", "megatron pp2 vpp2"]))
+@pytest.mark.parametrize(
+    "layout", in_tiers(["megatron qwen3_5"], ["fsdp dp2"], ["fsdp dp2", "megatron qwen3_5", "megatron pp2 vpp2"])
+)
 def test_the_cache_is_bounded(model, layout):
     """Of mrl's own cache; an engine of another package need have none."""
     run(layout, "the_cache_is_bounded", model)

@@ -105,6 +105,7 @@ STACKS = LoraConfig(**LORAS["stacks"])
     [
         ("pp2", "llama", "lm", ALL), ("tp2", "llama", "value", ALL), ("ep2", "qwen3_moe", "lm", ALL),
         nightly("dp1", "mixtral", "lm", ALL), nightly("dp1", "deepseek_v3", "lm", ALL),
+        ("tp2", "qwen3_5", "lm", ALL), nightly("ep2", "qwen3_5_moe", "lm", ALL),
         nightly("ep2", "qwen2_moe", "lm", ALL), nightly("tp2 ep2 etp2", "mixtral", "lm", ALL),
         nightly("ep2", "gpt_oss", "lm", STACKS),  # gate and up turn by turn, and matrices transposed
     ],
@@ -115,7 +116,7 @@ def test_exports_load(model, tmp_path, layout, family, head, lora):
     run(layout, "export_loads_in_peft", model(family, head=head)[0], lora=lora, **given)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", nightly("deepseek_v3")])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", nightly("deepseek_v3"), nightly("qwen3_5_moe")])
 def test_generation_uses_the_adapters(model, family):
     """The same tokens in every layout; deepseek_v3 goes through GPTModel, the others through the lean decoder."""
     layouts = ("dp1", "tp2+sp", "pp2") + (() if family == "llama" else ("ep2",))

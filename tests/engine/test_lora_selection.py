@@ -19,7 +19,7 @@ from mrl.engine.lora.shapes import AdapterShape, deinterleave, initial_a, interl
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 
-MODELS = ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"]
+MODELS = ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe"]
 SELECTIONS = {
     "all-linear": ({"target_modules": "all-linear"}, "all-linear"),
     "list": ({"target_modules": ["q_proj", "o_proj", "q_b_proj"]}, ("q_proj", "o_proj", "q_b_proj")),

@@ -28,13 +28,16 @@ LAYOUTS = [
     ("glm4_moe", 1, 2, {"cp": 2}, {"tokens": 64}),
     ("glm4_moe", 2, 2, {}, {"size": 1}),
     ("deepseek_v3", 1, 2, {"ep": 2}, {"size": 2}),
+    ("qwen3_5", 1, 2, {"cp": 2}, {"tokens": 64}),
+    ("qwen3_5_moe", 1, 2, {"pp": 2}, {"size": 2}),
+    ("qwen3_5", 1, 2, {"tp": 2}, {"size": 4}),
     ("deepseek_v3", 2, 2, {"pp": 2, "vpp": 2}, {"size": 2}),
     ("deepseek_v3", 1, 4, {"tp": 2, "pp": 2}, {"size": 2, "recompute": "full"}),
 ]
 
 
 @pytest.mark.parametrize(
-    "family, layers, world, parallel, cut", in_tiers(LAYOUTS[:1], LAYOUTS[-2:] + LAYOUTS[4:5], LAYOUTS), ids=str
+    "family, layers, world, parallel, cut", in_tiers(LAYOUTS[:1], LAYOUTS[-3:] + LAYOUTS[7:8], LAYOUTS), ids=str
 )
 def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
     deep = {"num_hidden_layers": 2 * parallel["vpp"]} if "vpp" in parallel else {}
@@ -119,6 +122,24 @@ def test_a_resumed_run_goes_on_to_the_bit_and_exports_them(tmp_path, world, para
     if world == 1:
         kept = {"checkpoint": str(tmp_path / "out/step_00000001"), "folder": folder}
         assert load_folder(exported(tmp_path / "again", **kept)).keys() == before.keys()
+
+
+def test_those_of_qwen3_5_come_from_the_run_where_they_train_and_from_the_folder_elsewhere(tmp_path):
+    folder = mtp.make_model(str(tmp_path / "model"), "qwen3_5")
+    for trains in (True, False):
+        out = tmp_path / str(trains)
+        config = tiny.role(folder, backend="megatron", size=4)
+        config = dataclasses.replace(config, mtp=MTPConfig() if trains else None)
+        found = run_case(1, "tests.engine.mtp:resumes", config=config, out=str(out), parallel=[])
+        before, after = load_folder(folder), load_folder(str(out / "hf"))
+        assert after.keys() == before.keys()
+        own = {name for name in before if name.startswith("mtp.")}
+        assert len(own) == 15 and (own <= found["weights"].keys()) == trains
+        again = load_folder(exported(out / "again", checkpoint=str(out / "step_00000001"), folder=folder))
+        assert again.keys() == before.keys()
+        for name in own:
+            assert torch.equal(after[name], found["weights"][name] if trains else before[name]), name
+            assert torch.equal(again[name], before[name]) != trains, name
 
 
 def exported(out, *, checkpoint, folder):

@@ -45,7 +45,7 @@ def test_newton_schulz_steps_are_torchs(shape):
 # family, processes, layout, whether a data-parallel boundary goes through a matrix
 LAYOUTS = [
     ("qwen3", 1, {}, False),
-    ("qwen3", 2, {"tp": 2}, False),
+    ("qwen3_5", 2, {"tp": 2}, False),  # a linear of four matrices, convolutions and parameters of heads
     ("qwen3_moe", 2, {}, True),
     ("qwen3", 2, {"pp": 2}, False),
     ("qwen2", 4, {"tp": 4}, False),  # more ranks than key-value heads

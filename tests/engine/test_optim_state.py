@@ -56,7 +56,8 @@ def test_the_count_is_where_the_tensor_is():
         ("qwen3", 2, {}),
         pytest.param("qwen3_moe", 4, {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 4, {"tp": 2, "etp": 1}, marks=pytest.mark.slow),
-        pytest.param("qwen3", 4, {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 4, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, {"pp": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_megatron_reads_what_is_saved(tmp_path, family, world, parallel):

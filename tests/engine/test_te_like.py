@@ -14,9 +14,11 @@ ROWS = (
     Row("gpt_oss", "tp2+spxdp2xep2", size=4, why="experts and their biases, each of which a rank has for itself"),
     Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
     Row("qwen3_moe", "tp2+spxdp2xep2", size=4, recompute="full", lora="stacks"),
-    Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
+    Row("qwen3_5", "tp2+sp", size=4, why="a norm in the linear before a gated delta net; gates behind queries"),
     Row("qwen3_moe", "cp2", size=4, why="each rank turns packed tokens by positions of its own"),
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
+    Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
+    Row("qwen3_5_moe", "tp2+spxdp2xep2", size=4, lora="all", why="adapters after norms whose factor is 1 + weight"),
     Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
 )
 
@@ -34,10 +36,12 @@ def test_row(table: Table, row: Row):
     "family, parallel",
     [
         ("qwen3_moe", {}),
-        pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.nightly),
         pytest.param("glm4_moe", {}, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_moe", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_decoder_takes_its_modules(tmp_path, family, parallel):
@@ -56,6 +60,7 @@ def test_the_decoder_takes_its_modules(tmp_path, family, parallel):
         ("qwen3_moe", {"ep": 2}, None),
         ("qwen3_moe", {"ep": 2}, LoraConfig(rank=4)),
         pytest.param("deepseek_v3", {"tp": 2}, None, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"tp": 2}, None, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"pp": 2}, None, marks=pytest.mark.slow),
     ],
 )

@@ -8,8 +8,10 @@ LINKS = "rollout/test_links.py"
 OF_SERVERS = "rollout/test_links_of_servers.py"
 AHEAD = "trainers/rl/test_launched.py::test_"
 RULE = f"{AHEAD}each_rollout_is_sampled_by_the_weights_of_the_rule"
+LATER = f"{AHEAD}later_turns_keep_the_weights_of_the_first"
 BROKE_OFF = f"{AHEAD}a_rollout_that_broke_off_is_sampled_by_the_newest_weights"
 SEVERAL = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[server ends]"
+NONE_IS_WHOLE = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[no rollout is whole]"
 
 OF_ROLLOUTS = (
     *_of(
@@ -53,8 +55,12 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        RULE,
+        LATER,
         ("            sampler.hold()\n", ""),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        RULE,
         ("collector.collect(prompts, launch.iteration * self._steps + 1, launch.made)", "collector.collect(prompts, launch.made + 1, launch.made)"),
     ),
     *_of(
@@ -70,10 +76,19 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        SEVERAL,
+        NONE_IS_WHOLE,
         ("            self._fleets[0].version = newest\n", "            pass\n"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        SEVERAL,
         ('                state["adapters"] = files\n', "                break\n"),
         ('self.launch(iteration, lost["made"])', "self.launch(iteration, iteration * self._steps)"),
+    ),
+    *_of(
+        "trainers/rl/launched.py",
+        f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[two at a weight sync]",
+        ("                    fleet.abort_syncs()\n", "                    pass\n"),
     ),
     *_of(
         "trainers/rl/launched.py",
@@ -102,7 +117,7 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "rollout/fleet.py",
-        (RULE, SEVERAL, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
+        (LATER, NONE_IS_WHOLE, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
         ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
         ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
         ("server.most_adapters < adapters", "False"),
@@ -125,6 +140,12 @@ OF_ROLLOUTS = (
         "trainers/rl/test_rollout_ranks.py",
         ("            self._engine.load_hf(path)\n", "            pass\n"),
         ("micro_batch=role.engine.micro_batch", "micro_batch=role.engine.micro_batch, parallel=role.engine.parallel"),
+    ),
+    *_of(
+        "engine/collective.py",
+        "trainers/rl/test_rollout_ranks.py::test_messages_name_ranks_by_their_number_among_all",
+        ("return rank - own + int(", "return rank if True else int("),
+        ("{LAUNCHED_RANK: str(rank), ", "{"),
     ),
     *_of(
         "rollout/recorded.py",

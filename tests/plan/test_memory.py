@@ -15,7 +15,7 @@ from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.memory import RolePlan, memory_uses, micro_batches, most_activations
 from tests.cuda import models
-from tests.cuda.cases import DENSE, Case
+from tests.cuda.cases import DELTA, DENSE, Case
 
 CONFIG = RoleConfig(
     model=ModelConfig(path="none", dtype="bfloat16"), engine=EngineConfig(micro_batch=MicroBatchConfig(size=2)),
@@ -120,6 +120,22 @@ def test_a_role_that_samples_has_prompts_in_its_layers_then_logits(tmp_path):
 def test_keys_and_values_of_a_token(tmp_path, model, dtype, tp, bytes_):
     config = dataclasses.replace(CONFIG, model=ModelConfig(path=str(models.write(model, tmp_path)), dtype=dtype))
     assert meta.cache_bytes(config, ParallelDims(16, tp=tp)) == bytes_
+
+
+def test_recurrent_layers_have_states_of_each_sequence(tmp_path):
+    """Qwen3.5-9B on tp 2: eight key heads of 128, sixteen value heads of 128, three tokens before each."""
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=str(models.write(DELTA, tmp_path)), dtype="bfloat16"))
+    dims = ParallelDims(8, tp=2, pp=2)
+    states = 3 * (2 * 8 * 128 + 16 * 128) * 2 + 4 * 16 * 128 * 128
+    assert meta.recurrent_bytes(config, dims) == states
+    plan = role(config)
+    stages = tuple(dataclasses.replace(stage, layers=((2, 3), (6, 7))) for stage in plan.forward)  # 3 and 7 have keys
+    plan = dataclasses.replace(plan, dims=dims, trains=(), forward=stages, sampling=stages)
+    sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=1000, prefill_tokens=8)
+    first, _ = memory_uses(Phases((sampling,)), {"actor": plan}, 8, 0)
+    assert first.cache == 1000 * 2 * (2 * 2 * 256 * 2) + 17 * 2 * states  # 33 sequences on dp 2
+    [kinds, _] = (kind.same for kind in meta.kinds_of_stages(config, ParallelDims(2, pp=2)))
+    assert len(set(kinds[0][3])) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from mrl.config.schema import FSDPConfig, LoraConfig
 from mrl.parallel import ParallelDims
 from mrl.weights.rules import padded_vocab
-from tests.cuda.cases import Case
+from tests.cuda.cases import DELTA, DELTA_MOE, Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
 from tests.engine import harness, tiny
 from tests.tiers import nightly_but
@@ -20,6 +20,10 @@ LATENT = {
     "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48,
     "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "first_k_dense_replace": 1, "head_dim": 16,
+}  # fmt: skip
+SMALL = NARROW | {
+    "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }  # fmt: skip
 CASES = [
     Case(DENSE, world=2, tp=2, changes=NARROW),
@@ -39,12 +43,23 @@ CASES = [
     Case("deepseek-ai/DeepSeek-V3", world=2, ep=2, changes=LATENT),
     Case("deepseek-ai/DeepSeek-V3", world=2, pp=2, mtp=True, changes=LATENT),
     Case(DENSE, world=2, bf16_moments=True, changes=NARROW),
+    Case(DELTA, world=2, pp=2, layers=4, changes=SMALL),
+    Case(DELTA, world=2, tp=2, layers=4, recompute="selective", modules=("core_attn",), changes=SMALL),
+    Case(DELTA, world=2, cp=2, layers=2, changes=SMALL),
+    Case(DELTA_MOE, world=2, ep=2, layers=2, changes=SMALL | {"num_experts": 8, "num_experts_per_tok": 2}),
     Case(DENSE, world=2, pp=2, ids=512, micro_batches=6, changes=NARROW),  # half as much as all else
 ]
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-IN_CI = [CASES[2], CASES[10], CASES[12], CASES[14], CASES[16]]  # of two ranks; `make test-nightly` runs them all
+IN_CI = [
+    CASES[2],
+    CASES[10],
+    CASES[12],
+    CASES[14],
+    CASES[16],
+    CASES[20],
+]  # of two ranks; `make test-nightly` runs them all
 
 
 @pytest.mark.slow

@@ -34,8 +34,9 @@ FAMILIES = {
     "plain": ("qwen3", {"layers": 2, "tied": True}),
     "wide": ("qwen3", {"layers": 2, "tied": True, "hidden_size": 128, "intermediate_size": 512}),
     "plain moe": ("qwen3_moe", {"layers": 2}),
+    "plain delta": ("qwen3_5", {"layers": 2, "tied": True}),
 }
-"""Dropout draws from the RNG in every step, so that a generator that is not restored shows; "plain" and "wide" have none."""
+"""Dropout draws from the RNG in every step, so that a generator that is not restored shows; those of "plain" and "wide" have none."""
 
 
 @dataclasses.dataclass(frozen=True)

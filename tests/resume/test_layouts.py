@@ -33,6 +33,13 @@ MOE = {
     "tp1": Layout(1, "plain moe"),
 }
 
+DELTA = {
+    "tp2": Layout(2, "plain delta", parallel={"tp": 2}),
+    "pp2": Layout(2, "plain delta", parallel={"pp": 2}),
+    "cp2": Layout(2, "plain delta", parallel={"cp": 2}),
+    "tp1": Layout(1, "plain delta"),
+}
+
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
@@ -55,10 +62,11 @@ def whole(inputs, tmp_path_factory):
     [
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
         pytest.param([MOE["ep2"], MOE["tp1"]], marks=pytest.mark.slow),
+        pytest.param([DELTA["tp2"], DELTA["pp2"], DELTA["cp2"]], marks=pytest.mark.slow),
         pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.nightly),
         pytest.param([DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]], marks=pytest.mark.slow),
     ],
-    ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "pp2dp2-tp1-tp2", "fsdp dp2-cp2-dp1"],
+    ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "delta tp2-pp2-cp2", "pp2dp2-tp1-tp2", "fsdp dp2-cp2-dp1"],
 )
 def test_goes_on_in_another_layout(inputs, whole, tmp_path, chain):
     """Traps 23 and 32: rates, tokens and rows are exactly those of the run that stayed in the last layout."""
@@ -88,7 +96,8 @@ def resaved(checkpoint, inputs, layout, folder):
     ("saved_in", "others"),
     [
         (DENSE["pp2 dp2"], [DENSE["pp2 dp2"], DENSE["tp1"]]),
-        pytest.param(DENSE["tp2"], [DENSE["pp2"], DENSE["tp2"]], marks=pytest.mark.slow, id="tp2"),
+        pytest.param(DELTA["tp2"], [DELTA["pp2"], DELTA["tp2"]], marks=pytest.mark.slow, id="delta tp2"),
+        pytest.param(DENSE["tp2"], [DENSE["pp2"], DENSE["tp2"]], marks=pytest.mark.nightly, id="tp2"),
         pytest.param(MOE["ep2"], [MOE["tp1"], MOE["ep2"]], marks=pytest.mark.slow, id="ep2"),
         pytest.param(MOE["ep2 dp4"], [MOE["tp1"]], marks=pytest.mark.nightly, id="ep2 dp4"),
         pytest.param(DENSE["tp2 pp2 dp2"], [DENSE["tp1"]], marks=pytest.mark.nightly, id="tp2 pp2 dp2"),

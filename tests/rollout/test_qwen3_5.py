@@ -1,6 +1,6 @@
 """Qwen3.5 on real vLLM servers on the CPU (nightly): the text class and the composite, whole weights and adapters.
 
-vLLM 0.32.0 computes gated delta nets on a CPU in bfloat16 alone, for heads of 64 and more. So log-probs of server and
+vLLM 0.32.0 computes gated delta nets on a CPU in bfloat16 alone, and not for heads of 32. So log-probs of server and
 trainer differ by rounding. What a weight sync brings is exact: with the weights of its start a server says what it said.
 It imports torchvision, which `make vllm-venv` leaves out, and calls none of it for text: `torchvision_names` has the names.
 """

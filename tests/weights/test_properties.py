@@ -56,6 +56,13 @@ def configs(draw: st.DrawFn, model_type: str, layout: ParallelDims) -> dict[str,
             "qk_nope_head_dim": draw(FEW), "qk_rope_head_dim": 2 * draw(FEW), "v_head_dim": draw(FEW),
         }  # fmt: skip
         config["head_dim"] = config["qk_rope_head_dim"]
+    if model_type.startswith("qwen3_5"):
+        keys = layout.tp * draw(FEW)
+        config |= {
+            "linear_num_key_heads": keys, "linear_num_value_heads": keys * draw(FEW), "linear_conv_kernel_dim": draw(FEW),
+            "linear_key_head_dim": draw(FEW), "linear_value_head_dim": draw(FEW), "full_attention_interval": 1 + draw(FEW),
+            "partial_rotary_factor": 1.0,
+        }  # fmt: skip
     return normalize(config)
 
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.checks import Sequences
-from mrl.engine.fsdp import attention
+from mrl.engine.fsdp import attention, delta_net
 from mrl.errors import ModelError
 from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
@@ -53,7 +53,7 @@ def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if sequences.packed and not hf._supports_attention_backend:
+    if sequences.packed and not supports_attention(hf):
         raise ModelError(_not_packed(model_type))
     learned = [
         name
@@ -64,6 +64,14 @@ def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
     if learned and limit is not None and sequences.longest > limit:
         why = f"is above the {limit} positions that {learned[0]} of a {model_type!r} model has"
         raise ModelError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
+
+
+def supports_attention(hf: nn.Module) -> bool:
+    """Returns whether a model computes what crosses tokens by functions that mrl gives it.
+
+    transformers says no of a model with gated delta nets, whose rule it does not give away.
+    """
+    return bool(hf._supports_attention_backend or delta_net.delta_nets(hf))
 
 
 def _not_packed(model_type: str) -> str:
@@ -95,7 +103,7 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
     # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
     # token of the data, as an end-of-turn token often is, it trains like any other.
     hf.get_input_embeddings().padding_idx = None
-    if hf._supports_attention_backend:
+    if supports_attention(hf):
         ours = attention.NAME
         # a vision tower attends in both directions, within an image, and tells images apart by itself
         hf.set_attn_implementation(
@@ -103,6 +111,7 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
         )
     elif config.packing:
         raise ModelError(_not_packed(model_type))
+    delta_net.replace_forwards(hf)
     return hf
 
 

@@ -44,11 +44,12 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
     A model without a table in mrl may call these fields otherwise; the engine then tries it (mrl/engine/fsdp/probe.py).
     """
     model = model.get("text_config") or model
-    heads = whole_number(model, "num_attention_heads") if "num_attention_heads" in model else cp
-    if heads % cp:
-        raise ConfigError(
-            "engine.parallel.cp",
-            cp,
-            f"does not divide the model's {heads} attention heads, which backend fsdp splits over its ranks",
-            f"use one of {divisors_near(heads, cp)}",
-        )
+    for name, kind in (("num_attention_heads", "attention"), ("linear_num_key_heads", "linear attention's key")):
+        heads = whole_number(model, name) if name in model else cp
+        if heads % cp:
+            raise ConfigError(
+                "engine.parallel.cp",
+                cp,
+                f"does not divide the model's {heads} {kind} heads, which backend fsdp splits over its ranks",
+                f"use one of {divisors_near(heads, cp)}",
+            )

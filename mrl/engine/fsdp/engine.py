@@ -30,6 +30,7 @@ from mrl.engine.base import (
 )
 from mrl.engine.fsdp import dcp_checkpoint, forward, generate
 from mrl.engine.fsdp.checks import FSDPChecks, check_shared_sequences
+from mrl.engine.fsdp.delta_net import delta_nets
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import TableFiles
@@ -343,6 +344,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 progress=progress,
                 kept=kept,
                 rule=self.model.rule,
+                recurrent=bool(delta_nets(self.model.hf)),
             )
         everyone = collective.all_ranks().gather(completions)
         completions = {i: completion for part in everyone for i, completion in part.items()}
@@ -381,7 +383,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             self._write_hf(path, infos, model.family, model.hf_config)
             return
         names = model.files.names
-        infos |= {copy: infos[of] for copy, of in names.copies.items()} | names.carried
+        infos |= {copy: infos[of] for copy, of in names.copies.items()}
         self._write_hf(path, infos, None, model.hf_config, names.copies, names.carried)
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,14 +34,17 @@ def generate(
     progress: Callable[[int, int], None],
     kept: KeptSequences,
     rule: LogitRule,
+    recurrent: bool,
 ) -> dict[int, Completion]:
     """Completes `requests`, each with its index. Returns the completions by index. Every rank calls this together.
 
     use: runs a function of the model with its weights gathered. rule: from the numbers of the output layer to logits.
+    recurrent: as of `Schedule`.
     any_rank: whether the flag is set on any rank. A rank that is done keeps step with the others, because gathering
     weights takes all.
     """
-    schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept)
+    limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+    schedule = Schedule(requests, **limits, kept=kept, recurrent=recurrent)
     cache = KVCache(schedule.rows, schedule.length)
     while any_rank(not schedule.done):
         step = DUMMY if schedule.done else schedule.next()

@@ -50,22 +50,21 @@ class Ulysses:
         """Returns the values [H/C] of this rank's heads inside attention, from those of all query heads [H]."""
         return values if self.group is None else values.chunk(self.size)[self.group.rank()]
 
-    def attend(
-        self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def attend(self, attention: Callable[..., Tensor], query: Tensor, *keys_and_values: Tensor) -> Tensor:
         """Returns `attention(query, key, value)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
 
         attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. If C does not divide G,
         key and value heads are repeated until it does. They stay with their queries, because lcm(G, C) divides H.
         """
         if self.group is None:
-            return attention(query, key, value)
+            return attention(query, *keys_and_values)
         assert query.shape[1] % self.size == 0, f"{query.shape[1]} heads on {self.size} ranks"
-        times = math.lcm(key.shape[1], self.size) // key.shape[1]
-        if times > 1:
-            key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        of_heads = [query]
+        for t in keys_and_values:
+            times = math.lcm(t.shape[1], self.size) // t.shape[1]
+            of_heads.append(t.repeat_interleave(times, dim=1) if times > 1 else t)
         # [R, heads, L/C, D] -> [C of heads, R, heads/C, L/C, D], sent at once -> [R, heads/C, L, D]
-        parts = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in (query, key, value)]
+        parts = [t.unflatten(1, (self.size, -1)).movedim(1, 0) for t in of_heads]
         sent = torch.cat([part.flatten(1) for part in parts], dim=1)
         received = _AllToAll.apply(sent, self.group).split([part[0].numel() for part in parts], dim=1)
         pairs = zip(received, parts, strict=True)

@@ -23,7 +23,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Returns (name under transformer-engine, stored name) of all families; `l` is the layer."""
     patterns = {}
     for family in FAMILIES.values():
-        of_layer = (*family.layer, *family.dense, *family.sparse)
+        of_layer = (*family.layer, *family.linear, *family.dense, *family.sparse)
         for entry in (*of_layer, *map(as_mtp_entry, of_layer)):
             if entry.te is not None and not entry.of_expert:
                 pattern = re.escape(entry.te).replace(re.escape("{l}"), r"(?P<l>\d+)")

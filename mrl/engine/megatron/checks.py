@@ -18,7 +18,7 @@ from mrl.mcore_models.recompute import recompute_modules
 from mrl.parallel import ParallelDims, stage_layers
 from mrl.weights.families import family_for, family_of, fields_of
 from mrl.weights.hf_config import normalize
-from mrl.weights.mtp import num_mtp_layers
+from mrl.weights.mtp import count_key, num_mtp_layers
 
 
 class MegatronChecks(EngineChecks):
@@ -130,7 +130,7 @@ def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) 
     """Returns how many MTP layers train. lora: adapters do. Raises ConfigError if they cannot."""
     layers = num_mtp_layers(hf_config)
     if not layers or family_of(hf_config["model_type"]) is None:
-        why = f"is for a model with MTP layers, and num_nextn_predict_layers of its config.json is {layers}"
+        why = f"is for a model with MTP layers, and {count_key(hf_config)} of its config.json is {layers}"
         raise ConfigError("model.mtp", why=why, fix="leave it out")
     if lora:
         raise ConfigError("model.mtp", why="trains whole layers, and model.lora adapters alone", fix="set one of them")

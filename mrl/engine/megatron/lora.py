@@ -118,7 +118,6 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
         place = place_of(family, rule.hf[0])
         for tensor, size in (("A", whole_a), ("B", whole_b)):
             is_split = tensor == split and rule.degree > 1
-            in_order = tensor != split or len(divided[0]) == 1  # else the parameter has B's rows in another order
             expert = "" if rule.expert is None else f"[{rule.expert}]"
             rules.append(
                 AdapterRule(
@@ -134,8 +133,9 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     layer=rule.layer,
                     of=shape,
                     tensor=tensor,
-                    spans_of_ranks=((Span(0, 0, 0, size[0]),),) if in_order and not is_split else tuple(divided),
-                    interleaved=interleaved_rows(family, rule.hf[0] if place is None else place.stored) if tensor == "B" else 1,
+                    # on one rank, too: a gated delta net's rows are in another order than the file's
+                    spans_of_ranks=tuple(divided) if tensor == split else ((Span(0, 0, 0, size[0]),),),
+                    interleaved=1 if place is None or tensor == "A" else interleaved_rows(family, place.stored),
                 )
             )
     return rules

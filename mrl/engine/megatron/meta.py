@@ -437,13 +437,14 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     hf = read_hf_config(config.model.path)
     fields = fields_of(dict(hf))
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
-    windows = fields.get("window_attn_skip_freq")
+    windows, linear = fields.get("window_attn_skip_freq"), fields.get("linear_attention_freq")
     plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp, 0 if config.mtp is None else num_mtp_layers(hf))
     adapted = _adapted_modules(config)
 
     def kind(layer: int) -> tuple:
         of_experts = experts[layer] if isinstance(experts, list) else experts
-        return (of_experts, windows[layer] if windows else None, adapted.get(layer))
+        of_attention = (windows[layer] if windows else None, linear[layer] if linear else None)
+        return (of_experts, of_attention, adapted.get(layer))
 
     found = []
     for stage in range(dims.pp):
@@ -474,3 +475,19 @@ def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
         heads = fields["num_attention_heads"] // dims.tp
         return heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]) * item
     return max(1, fields["num_query_groups"] // dims.tp) * 2 * fields["kv_channels"] * item
+
+
+def recurrent_bytes(config: RoleConfig, dims: ParallelDims) -> int:
+    """Returns bytes of one sequence's two states in a layer with a gated delta net, on one rank (mrl.ops.kv_cache)."""
+    fields = fields_of(dict(read_hf_config(config.model.path)))
+    heads, values = fields["linear_num_key_heads"] // dims.tp, fields["linear_num_value_heads"] // dims.tp
+    key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    channels = 2 * heads * key + values * value
+    convolution = channels * (fields["linear_conv_kernel_dim"] - 1) * DTYPES[config.model.dtype].itemsize
+    return convolution + 4 * values * key * value
+
+
+def linear_layers(config: RoleConfig) -> frozenset[int]:
+    """Returns the layers with a gated delta net, which keep states in place of keys and values."""
+    freq = fields_of(dict(read_hf_config(config.model.path))).get("linear_attention_freq") or ()
+    return frozenset(layer for layer, linear in enumerate(freq) if linear)

@@ -156,7 +156,8 @@ class Model:
             return
         if config.optimizer is not None and collective.is_main():
             with contextlib.closing(CarriedReader(config.model.path, self.family)) as beside:
-                say_carried(f"megatron's {self.hf['model_type']}", beside.tensors)
+                trained = expected_hf_names(self.family, self.hf, mtp=self.mtp)
+                say_carried(f"megatron's {self.hf['model_type']}", beside.tensors.keys() - trained.keys())
         with self.weights_of(config.model.path, trained=config.optimizer is not None) as read:
             yield read
 
@@ -233,10 +234,10 @@ def agreed_spec(
         raise refusal
     if refusing:
         rank = refusing[0]
-        raise refusals[rank].going_on(f"it is so on rank {rank} (host {hosts[rank]})")
+        raise refusals[rank].going_on(f"it is so on rank {collective.named_rank(rank)} (host {hosts[rank]})")
     for rank, other in enumerate(names):
         if other != names[0]:
-            both = (f"{names[i]} on rank {i} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
+            both = (f"{names[i]} on rank {collective.named_rank(i)} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
             fix = "install the same packages on all hosts, or set local"
             raise ConfigError(layer_spec.KEY, wanted, f"is {' but '.join(both)}", fix)
     assert spec is not None

@@ -169,7 +169,7 @@ def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
         module, _, kind = key.rpartition(".")
         name = module.rpartition(".")[2]
         linear = name.startswith("linear_") and not name.endswith("_down_proj")
-        if kind == "weight" and (linear or name == "eh_proj"):
+        if kind == "weight" and (linear or name in ("eh_proj", "in_proj", "out_proj")):
             experts = shape[0] if ".experts.experts." in key else 1
             keys += [f"{module}._extra_state/shard_{e}_{experts}" for e in range(experts)]
     return keys

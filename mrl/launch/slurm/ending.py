@@ -9,6 +9,8 @@ import contextlib
 import os
 from collections.abc import Mapping
 
+from mrl.words import launched_rank
+
 VARIABLE = "MRL_FIRST_END"
 MAX_LENGTH = 400
 """Characters of a message that go into the job's history; the log has all of it."""
@@ -22,7 +24,7 @@ def record(environ: Mapping[str, str], code: int, message: str, details: str = "
     path = environ.get(VARIABLE)
     if not path:
         return False
-    rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
+    rank = launched_rank(environ)
     partial = f"{path}.{rank}"
     with contextlib.suppress(OSError):  # the message is in the log too
         with open(partial, "w", encoding="utf-8") as out:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import numbers
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.data.prompts import Prompt, PromptSource
@@ -207,6 +209,26 @@ class LaunchedRollouts:
                 which = f"iteration {launches[0].iteration + 1}: its rollout"
                 self._say(f"{which} is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
+
+    @contextlib.contextmanager
+    def watching_syncs(self) -> Iterator[None]:
+        """Inside, `hurried` ends weight syncs: they raise SyncGivenUp on every rank."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(1.0):
+                for fleet in self._fleets if self._hurried() else ():
+                    fleet.abort_syncs()
+
+        watcher = threading.Thread(target=watch, name="hurried-syncs")
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+            for fleet in self._fleets:
+                fleet.allow_syncs()
 
     def _fleets_of(self, launches: Sequence[_Launch]) -> list[Fleet]:
         """Returns the fleets that still sample some of these."""

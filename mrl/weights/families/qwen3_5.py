@@ -4,8 +4,10 @@ some layers. All norms but one have the factor 1 + weight."""
 import dataclasses
 from typing import Any
 
+from mrl.errors import ModelError
 from mrl.weights.fields import DENSE, dense_fields, require, rotary_percent
-from mrl.weights.table import ATTENTION, DENSE_MLP, QK_NORM, Entry, Family, HFConfig, delta_net, delta_sizes
+from mrl.weights.json_file import shorten_value
+from mrl.weights.table import ATTENTION, DENSE_MLP, OWN_MTP, QK_NORM, Entry, Family, HFConfig, delta_net, delta_sizes
 
 LINEAR = frozenset("""
     layer_types partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
@@ -28,8 +30,14 @@ def is_linear(config: HFConfig, layer: int) -> bool:
 
 def linear_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of layers with gated delta nets among others, and of what both have."""
+    unknown = sorted(set(hf["layer_types"]) - {"full_attention", "linear_attention"})
+    if unknown:
+        why = "layer_types must name full_attention or linear_attention for each layer"
+        raise ModelError("config.json", why=why, fix=f"got {shorten_value(unknown)}")
     require(hf, "attn_output_gate", (True, None))
     require(hf, "mamba_ssm_dtype", ("float32", None))
+    require(hf, "mtp_num_hidden_layers", (0, 1, None))
+    require(hf, "mtp_use_dedicated_embeddings", (False, None))
     return {
         "linear_attention_freq": [int(is_linear(hf, layer)) for layer in range(hf["num_hidden_layers"])],
         "linear_conv_kernel_dim": hf["linear_conv_kernel_dim"],
@@ -54,6 +62,8 @@ FAMILY = Family(
     is_linear=is_linear,
     dense=DENSE_MLP,
     sizes=delta_sizes,
+    mtp=OWN_MTP,
+    mtp_block="mtp.layers.0.",
     reads=DENSE | LINEAR,
     carries=("mtp.",),  # layers that predict further tokens, of which transformers has no model
     fields=fields,

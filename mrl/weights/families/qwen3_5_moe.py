@@ -6,7 +6,7 @@ from typing import Any
 from mrl.weights.families.qwen3_5 import FAMILY as QWEN3_5
 from mrl.weights.families.qwen3_5 import LINEAR, linear_fields
 from mrl.weights.fields import DENSE, EXPERTS, dense_fields, moe_fields
-from mrl.weights.table import SHARED_GATE, Family, HFConfig, delta_sizes, every_layer, shared_mlp, sparse_mlp
+from mrl.weights.table import OWN_MTP, SHARED_GATE, Family, HFConfig, delta_sizes, every_layer, shared_mlp, sparse_mlp
 
 
 def sizes(hf: HFConfig) -> dict[str, int]:
@@ -27,6 +27,8 @@ FAMILY = Family(
     sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj") + shared_mlp("mlp.shared_expert") + SHARED_GATE,
     is_sparse=every_layer,
     sizes=sizes,
+    mtp=OWN_MTP,
+    mtp_block="mtp.layers.0.",
     reads=DENSE | EXPERTS | LINEAR | {"moe_intermediate_size", "shared_expert_intermediate_size"},
     carries=QWEN3_5.carries,
     fields=fields,

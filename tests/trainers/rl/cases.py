@@ -22,10 +22,12 @@ from mrl.algorithms.recipes import Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import BaseEngine, Completion
+from mrl.engine.sampling import SamplingKey
 from mrl.errors import RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.fleet import Fleet, FleetSampler
 from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.vllm import VLLMServer
@@ -229,6 +231,18 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_ro
 
 
 @contextlib.contextmanager
+def killed_as_it_hangs(step: int, pid: int, hangs_from: int) -> Iterator[None]:
+    """A server's process ends as `step` begins to train. It has answered no request of rollouts from step `hangs_from` on."""
+
+    def hang(server: VLLMServer, request: SampleRequest, **_: Any) -> None:
+        if request.key.step >= hangs_from:
+            server.http.post("/hang", tries=1)
+
+    with killed_at(step, pid), before(VLLMServer, "complete", hang):
+        yield
+
+
+@contextlib.contextmanager
 def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
     """A server's process ends as `step` begins to train. As step `at` does, the run waits for another one at its url."""
 
@@ -247,12 +261,34 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
-            os.kill(pid, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hang_and_hurry(pid)
 
     with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
         yield
+
+
+@contextlib.contextmanager
+def hurried_at_sync(step: int, pid: int) -> Iterator[None]:
+    """As `hurried_at`, as servers are about to get the weights that `step` is the first to change."""
+    now: set[bool] = set()
+
+    def at_take(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            now.add(True)
+
+    def at_sync(*_: Any) -> None:
+        if now:
+            hang_and_hurry(pid)
+
+    take = before(ppo, "take_launched", at_take), before(Fleet, "send", at_sync)
+    with take[0], take[1], mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
+def hang_and_hurry(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 @contextlib.contextmanager
@@ -276,11 +312,40 @@ def hurried_at_take(step: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def weights_come_between_turns(first: int) -> Iterator[None]:
+    """Later turns of a rollout wait until the servers have got weights since its launch. first: the step of the first
+    rollout that is under way when they do."""
+    came, heard = threading.Condition(), set[SamplingKey]()
+    count, at_launch = collections.Counter[str](), dict[int, int]()
+
+    def launch(launched: LaunchedRollouts, iteration: int, made: int) -> None:
+        at_launch[iteration * launched._steps + 1] = count["came"]
+
+    def sent(*_: Any) -> None:
+        with came:
+            count["came"] += 1
+            came.notify_all()
+
+    def wait(sampler: FleetSampler, requests: Sequence[SampleRequest]) -> None:
+        step, keys = requests[0].key.step, {request.key for request in requests}
+        if sampler is sampler._fleet.samplers[0] or step < first:  # of an evaluation; or taken before weights come
+            return
+        if keys & heard:
+            with came:
+                assert came.wait_for(lambda: count["came"] > at_launch[step], 60), "no weights have come"
+        heard.update(keys)
+
+    with before(LaunchedRollouts, "launch", launch), after(Fleet, "send", sent), before(FleetSampler, "sample", wait):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     each.__name__: each
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
-        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, hurried_at_sync, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
+        weights_come_between_turns,
     )
 }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -113,6 +114,8 @@ def two_groups(inputs, tmp_path_factory):
     return folder
 
 
+SIGNALS = {"two signals": {"happening": "hurried_at"}, "two at a weight sync": {"happening": "hurried_at_sync"}}
+NONE_IS_WHOLE = {"no rollout is whole": {"happening": "killed_as_it_hangs", "hangs_from": 5}}
 RUNS = {"whole": {}, "two_ahead": ADAPTERS, "two_groups": GROUPS}
 
 
@@ -132,22 +135,58 @@ def running(inputs, output_dir, run, seconds=0.0):
 @pytest.mark.parametrize("level, run", slow_but([(1, "whole")], [(1, "whole"), (2, "two_ahead"), (2, "two_groups")]))
 def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, request, tmp_path, level, run):
     """Recomputed one after the other: transformers with the weights of the rule and the seeds of the iteration."""
-    folder = request.getfixturevalue(run)
-    samples = tiny_policies.samples_of(folder)
-    for iteration in range(steps(folder)[-1]["step"] // PER_ITERATION):
+    turns = check_rule(request.getfixturevalue(run), inputs, tmp_path, level)
+    assert set(turns) == {1}
+
+
+def test_later_turns_keep_the_weights_of_the_first(inputs, server, tmp_path):
+    """Every conversation that is ahead of training has its second turn after a weight sync."""
+    file = tmp_path / "environment.py"
+    file.write_text(ENVIRONMENT)
+    talks = {"rollout": {"environment": f"{file}:Twice", "max_new_tokens": 40, "max_turn_tokens": 8}}
+    changes = tiny_policies.merge(ADAPTERS, talks | {"train": {"steps": 8}})
+    config = config_of(inputs, tmp_path / "run", server, **changes)
+    train(config, happening="weights_come_between_turns", first=2 * PER_ITERATION + 1)
+    assert set(check_rule(tmp_path / "run", inputs, tmp_path, level=2)) == {2}
+
+
+ENVIRONMENT = """
+class Twice:
+    def reset(self, row):
+        self.heard = 0
+
+    def step(self, text):
+        self.heard += 1
+        return "1+1=", 0.0, self.heard == 2
+"""
+
+
+def check_rule(run: pathlib.Path, inputs: pathlib.Path, folder: pathlib.Path, level: int) -> list[int]:
+    """Recomputes each turn of at most 8 tokens. Returns the turns of each conversation."""
+    samples, turns = tiny_policies.samples_of(run), []
+    for iteration in range(steps(run)[-1]["step"] // PER_ITERATION):
         made = max(0, iteration - level) * PER_ITERATION
-        weights = export(folder, made, tmp_path) if made else inputs / "model"
+        weights = export(run, made, folder) if made else inputs / "model"
         model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
         step = iteration * PER_ITERATION + 1
         rows = samples[f"step_{step:08d}.jsonl"]
-        assert len(rows) == tiny_policies.SEQUENCES
+        assert len(rows) == tiny_policies.SEQUENCES and {row["weights"] for row in rows} == {made}
         for row in rows:
-            new = row["mask"].index(1)
-            seed = noise_key(SamplingKey(0, step, row["index"], row["sample"]), new) >> 1
-            asked = {"prompt": row["tokens"][:new], "seed": seed, "max_tokens": 8, "temperature": 0.8}
-            found = complete(model, asked | {"stop_token_ids": [model.config.eos_token_id]})
-            assert found["token_ids"] == row["tokens"][new:], f"step {step}"
-            assert found["logprobs"]["token_logprobs"] == pytest.approx(row["log_probs"][new:], abs=1e-5)
+            turns.append(0)
+            for start, end in turns_of(row["mask"]):
+                turns[-1] += 1
+                seed = noise_key(SamplingKey(0, step, row["index"], row["sample"]), start) >> 1
+                asked = {"prompt": row["tokens"][:start], "seed": seed, "max_tokens": 8, "temperature": 0.8}
+                found = complete(model, asked | {"stop_token_ids": [model.config.eos_token_id]})
+                assert found["token_ids"] == row["tokens"][start:end], f"step {step}, turn {turns[-1]}"
+                assert found["logprobs"]["token_logprobs"] == pytest.approx(row["log_probs"][start:end], abs=1e-5)
+    return turns
+
+
+def turns_of(mask: list[int]) -> list[tuple[int, int]]:
+    """Where each turn of the policy starts, and where it ends."""
+    edges = [at for at, (before, now) in enumerate(itertools.pairwise([*mask, 0]), start=1) if before != now]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def export(run: pathlib.Path, step: int, folder: pathlib.Path) -> pathlib.Path:
@@ -213,9 +252,10 @@ def test_two_ranks_train_what_one_trains(inputs, server, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path):
+@pytest.mark.parametrize("how", [{"after_rollout": True}, SIGNALS["two at a weight sync"]], ids=["ends", "hangs"])
+def test_a_server_that_is_lost_after_its_rollout_changes_nothing(inputs, server, whole, tmp_path, how):
     """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
-    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, after_rollout=True)
+    restarted(config_of(inputs, tmp_path / "run", server), inputs, server, **how)
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
@@ -223,7 +263,7 @@ def test_a_server_that_ends_after_its_rollout_changes_nothing(inputs, server, wh
 @pytest.mark.parametrize("how", ["server ends", "two signals"])
 def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, whole, tmp_path, how):
     server = Running(inputs / "model", seconds=1.0)
-    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, two_signals=how == "two signals")
+    said = restarted(config_of(inputs, tmp_path / "run", server), inputs, server, **SIGNALS.get(how, {}))
     assert "iteration 3" in said and "not the unbroken run" in said
     staleness = [row["rollout/staleness"] for row in steps(tmp_path / "run") if "rollout/staleness" in row]
     assert staleness == [0, 1, 0, 1]
@@ -235,14 +275,12 @@ def indices_of(run: pathlib.Path) -> list[list[int]]:
     return [[row["index"] for row in rows] for rows in tiny_policies.samples_of(run).values()]
 
 
-def restarted(config, inputs, server, after_rollout=False, two_signals=False) -> str:
+def restarted(config, inputs, server, happening="killed_at", **how) -> str:
     """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
-    kill = {"pid": server.process.pid, "step": 3}
-    if two_signals:
-        train(config, ended="stopped", happening="hurried_at", **kill)
-    else:
-        message = train(config, ended="ServerError", happening="killed_at", after_rollout=after_rollout, **kill)
-        assert "steps 1 to 4 are saved in" in message
+    ended = "ServerError" if happening.startswith("killed") else "stopped"
+    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 20}}})
+    message = train(config, ended=ended, happening=happening, pid=server.process.pid, step=3, **how)
+    assert ended == "stopped" or "steps 1 to 4 are saved in" in message
     server.close()
     again = Running(inputs / "model")
     try:
@@ -252,7 +290,7 @@ def restarted(config, inputs, server, after_rollout=False, two_signals=False) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["server ends", "SIGTERM", "two signals"])
+@pytest.mark.parametrize("how", ["server ends", "SIGTERM", *SIGNALS, *NONE_IS_WHOLE])
 def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahead, tmp_path, how):
     """With adapters the checkpoint has the weights of rollouts that broke off."""
     config = config_of(inputs, tmp_path / "run", server, **ADAPTERS)
@@ -260,7 +298,7 @@ def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, two_ahe
         train(config, ended="stopped", happening="killed_at", step=5, name="SIGTERM")
         train(config)
     else:
-        said = restarted(config, inputs, server, two_signals=how == "two signals")
+        said = restarted(config, inputs, server, **(SIGNALS | NONE_IS_WHOLE).get(how, {}))
         assert "not the unbroken run" not in said
     assert made_of(tmp_path / "run") == made_of(two_ahead)
 

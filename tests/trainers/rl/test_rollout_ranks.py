@@ -49,7 +49,9 @@ def ended(run: subprocess.Popen[str], code: int = 0) -> str:
 def whole(inputs, tmp_path_factory):
     """The folder of an unbroken run: one rank trains, one samples."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    ended(start(inputs, folder, 2))
+    output = ended(start(inputs, folder, 2))
+    assert "ranks of their own sample 1 rollout ahead" in output and "they get new weights as files" in output
+    assert "handover" not in output, "a key of servers"
     return folder
 
 
@@ -104,8 +106,28 @@ def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path, trained, sample
 
 
 @pytest.mark.slow
-def test_an_error_of_the_sampling_ranks_is_one_line(inputs, tmp_path):
-    """Of an engine that cannot be built there: the model's heads do not divide."""
+def test_a_degree_that_does_not_fit_is_one_line(inputs, tmp_path):
+    """The model's heads do not divide."""
     changes = {"rollout": {"ranks": 3, "server": {"tp": 3}}, "actor": {"engine": MEGATRON}}
     output = ended(start(inputs, tmp_path / "run", 4, **changes), 2)
     assert "rollout.server.tp: value 3 does not divide the model's" in output.splitlines()[-1]
+
+
+SPLIT = """
+from mrl.commands import say
+from mrl.engine import collective
+
+collective.split_world(2, "cpu")
+say(f"the first of its world is rank {collective.named_rank(0)}")
+collective.wait_for_all()
+"""
+
+
+@pytest.mark.slow
+def test_messages_name_ranks_by_their_number_among_all():
+    """Under torchrun, where each rank prints a line of its own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
+    run = subprocess.run([*torchrun, sys.executable, "-c", SPLIT], cwd=REPO, capture_output=True, text=True)
+    said = sorted(line for line in run.stderr.splitlines() if line.startswith("mrl"))
+    first = "the first of its world is rank"
+    assert said == [f"mrl: rank 1: {first} 1", f"mrl: rank 2: {first} 1", f"mrl: {first} 0"], run.stderr

@@ -18,7 +18,13 @@ class Names(types.ModuleType):
         return Modes if name == "InterpolationMode" else type(name, (), {})
 
 
-for path in ("torchvision.io", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"):
+for path in (
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+):
     sys.modules[path] = Names(path)
     sys.modules[path].__spec__ = importlib.machinery.ModuleSpec(path, None)
     parent, _, leaf = path.rpartition(".")
