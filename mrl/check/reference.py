@@ -27,7 +27,10 @@ from mrl import patches
 from mrl.check.muon import Muon, matrices
 from mrl.config.schema import OptimizerConfig
 from mrl.data.dataset import Example
+from mrl.weights.composites import COMPOSITES, as_stored_in
+from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import VISION_LANGUAGE
+from mrl.weights.stacks import restack
 
 HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
@@ -245,7 +248,13 @@ def file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, 
     if hasattr(model, "get_base_model"):
         inside = (".modules_to_save.default.", ".default.")
         return {name.replace(inside[0], ".").replace(inside[1], "."): t.clone() for name, t in tensors.items()}
-    return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+    found = {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+    if model.config.model_type not in COMPOSITES.values():
+        return found
+    # transformers writes experts that a composite's folder holds stacked one by one, in part
+    family = as_stored_in(model.name_or_path, FAMILIES[model.config.model_type])
+    of_table = ((name.replace(family.prefix, "model.", 1), tensor) for name, tensor in found.items())
+    return dict(restack(of_table, family, model.config.to_dict()))
 
 
 def _forget_lengths(model: torch.nn.Module) -> None:

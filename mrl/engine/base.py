@@ -444,9 +444,10 @@ class BaseEngine(EngineChecks, abc.ABC):
                 beside = CarriedReader(folder, None if random else family, carried)
                 ends.callback(beside.close)
                 changes = self._config_changes(family, hf_config)
-                writer = HFWriter(path, {**infos, **beside.tensors}, companions=folder, config_changes=changes)
+                added = {name: info for name, info in beside.tensors.items() if name not in infos}  # others train
+                writer = HFWriter(path, {**infos, **added}, companions=folder, config_changes=changes)
                 out = ends.enter_context(writer)
-                for name in beside.tensors.keys() - infos.keys():
+                for name in added:
                     out.add(name, beside(name)[()])
             for name, tensor in self.hf_weights():  # empty on other ranks
                 for written in (name, *(copy for copy, of in copies.items() if of == name)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from mrl.weights.mtp import OWN_COUNT, mtp_tensors, num_mtp_layers
 from mrl.weights.rules import expected_hf_names
 from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, shorten_list
 from mrl.weights.table import Family, HFConfig
+from mrl.words import pluralize
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -64,6 +68,17 @@ def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig)
         return []  # only a config.json, to start from scratch
     with SafetensorsReader(path) as reader:
         return mtp_tensors(unstack_experts(reader, family).tensors, hf_config)
+
+
+def say_carried(model: str, names: Collection[str]) -> None:
+    """Logs which tensors of its folder a model leaves alone, if there are any."""
+    if names:
+        logger.warning(
+            "%s does not read %s of its folder: they do not train, and exports hold them unchanged (%s)",
+            model,
+            pluralize(len(names), "tensor"),
+            shorten_list(sorted(names)),
+        )
 
 
 def open_imported(

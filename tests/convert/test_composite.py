@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,13 @@ MTP = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.ex
 
 def make(
     folder: pathlib.Path, kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, stacked: bool = True,
-    again: bool = False,
+    again: bool = False, **fields: Any,
 ) -> pathlib.Path:  # fmt: skip
     """A folder as they are published: in two files, MTP layers among its tensors, and announced in config.json.
 
     again: a tied head is stored, too.
     """
-    tiny_composite.make_composite(str(folder), kind, tied=tied, mtp_num_hidden_layers=1)
+    tiny_composite.make_composite(str(folder), kind, tied=tied, mtp_num_hidden_layers=1, **fields)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
     tensors = load_file(folder / "model.safetensors")
     if stacked:

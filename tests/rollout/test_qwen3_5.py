@@ -1,6 +1,6 @@
 """Qwen3.5 on real vLLM servers on the CPU (nightly): the text class and the composite, whole weights and adapters.
 
-vLLM 0.32.0 computes gated delta nets on a CPU in bfloat16 alone, for heads of 64 and more. So log-probs of server and
+vLLM 0.32.0 computes gated delta nets on a CPU in bfloat16 alone, and not for heads of 32. So log-probs of server and
 trainer differ by rounding. What a weight sync brings is exact: with the weights of its start a server says what it said.
 It imports torchvision, which `make vllm-venv` leaves out, and calls none of it for text: `torchvision_names` has the names.
 """
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.registry import build_engine
+from mrl.errors import ConfigError
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.fleet import Probe
 from tests.engine import tiny, tiny_composite
@@ -38,7 +39,9 @@ HEADS = {
     "rope_parameters": tiny_composite.MROPE | {"mrope_section": [6, 5, 5]},
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-LINEAR = ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
+LINEAR = ("q_proj", "o_proj", "in_proj_qkv", "out_proj", "gate_proj", "up_proj", "down_proj")
+REFUSED = "in_proj_z"
+"""vLLM 0.32.0 has it in one matrix with in_proj_qkv, and takes no adapter of it alone."""
 
 
 def make(folder: pathlib.Path, kind: str, *, text: bool) -> str:
@@ -122,6 +125,12 @@ def test_log_probs_are_those_of_the_actor(kind, text, tmp_path):
         )  # fmt: skip
 
 
+def refuses(model: str, url: str, weights_dir: str) -> None:
+    lora = LoraConfig(rank=4, alpha=32, target_modules=("q_proj", REFUSED))
+    with pytest.raises(ConfigError, match=f"cannot be with the adapters of {REFUSED} "):
+        sampler_of([url], weights_dir, adapted=AdapterTraining(model, lora))
+
+
 @pytest.mark.parametrize("text", [True, False])
 def test_adapters_alone_follow_the_actor(text, tmp_path):
     folder = make(tmp_path / "model", "qwen3_5", text=text)
@@ -132,3 +141,4 @@ def test_adapters_alone_follow_the_actor(text, tmp_path):
             1, "tests.rollout.test_qwen3_5:follows", timeout_s=FIRST_REQUEST_S, config=config, url=server.url,
             weights_dir=str(tmp_path / "weights"), handovers=["auto"], adapters=True,
         )  # fmt: skip
+        refuses(folder, server.url, str(tmp_path / "refused"))

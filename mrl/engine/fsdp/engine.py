@@ -383,7 +383,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             self._write_hf(path, infos, model.family, model.hf_config)
             return
         names = model.files.names
-        infos |= {copy: infos[of] for copy, of in names.copies.items()} | names.carried
+        infos |= {copy: infos[of] for copy, of in names.copies.items()}
         self._write_hf(path, infos, None, model.hf_config, names.copies, names.carried)
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,13 +34,13 @@ from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.engine.lora.shapes import name_in_base
+from mrl.engine.stored_weights import say_carried
 from mrl.errors import ModelError
 from mrl.weights.composites import as_stored_in
 from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import read_hf_config, reads_images
 from mrl.weights.random_weights import RandomWeights
-from mrl.weights.safetensors_io import NAMES, TensorInfo, shorten_list
-from mrl.words import pluralize
+from mrl.weights.safetensors_io import NAMES, TensorInfo
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -258,14 +258,8 @@ class Model:
             self.adapters.fill()
 
     def _say_carried(self, names: Collection[str], *, trains: bool) -> None:
-        carried = sorted(names)
-        if carried and trains and collective.is_main():
-            logger.warning(
-                "%s does not read %s of its folder: they do not train, and exports hold them unchanged (%s)",
-                type(self.hf).__name__,
-                pluralize(len(carried), "tensor"),
-                shorten_list(carried),
-            )
+        if trains and collective.is_main():
+            say_carried(type(self.hf).__name__, names)
 
     def load_hf(self, path: str) -> None:
         """Fills this rank's shards from another folder of the same tensors."""

@@ -21,6 +21,7 @@ from mrl.engine.megatron.checks import check_sizes, mtp_layers
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
+from mrl.engine.stored_weights import say_carried
 from mrl.errors import ConfigError
 from mrl.mcore_models import grouped, layer_spec, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
@@ -28,7 +29,7 @@ from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
 from mrl.ops import devices
 from mrl.parallel import ParallelDims
-from mrl.weights.composites import COMPOSITES, as_stored_in
+from mrl.weights.composites import COMPOSITES, CarriedReader, as_stored_in
 from mrl.weights.families import FAMILIES, family_for, fields_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.random_weights import RandomWeights
@@ -153,6 +154,10 @@ class Model:
             random = RandomWeights(shapes, seed=config.seed, std=self.hf.get("initializer_range") or 0.02)
             yield unstacking_read(random, self.family)
             return
+        if config.optimizer is not None and collective.is_main():
+            with contextlib.closing(CarriedReader(config.model.path, self.family)) as beside:
+                trained = expected_hf_names(self.family, self.hf, mtp=self.mtp)
+                say_carried(f"megatron's {self.hf['model_type']}", beside.tensors.keys() - trained.keys())
         with self.weights_of(config.model.path, trained=config.optimizer is not None) as read:
             yield read
 
