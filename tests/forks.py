@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -80,6 +81,7 @@ def rank(folder: str, environment: Mapping[str, str]) -> None:
     from mrl.launch import worker
 
     os.setsid()
+    weakref.finalize._registry.clear()  # the launcher's folders are not this process's to remove
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
