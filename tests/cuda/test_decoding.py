@@ -16,10 +16,10 @@ GRAPHS, OF_TE = {"cuda_graphs": True}, {"cuda_graphs": True, "te_like": True}
 FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE)]
 OTHERS = [
     (_case(LATENT, spec="te"), OF_TE, 0),
-    (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE, world=2, tp=2), GRAPHS, 0),
 ]
 AT_NIGHT = [  # as above, of another family, or with another filter
+    (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE), {}, 0),
     (_case(MOE), {}, 0),
     (_case(SINKS), {}, 2),  # layers that wait: their experts have biases
@@ -44,7 +44,7 @@ FILTERED = GRAPHS | {"filters": {"temperature": 0.7, "top_p": 0.9}}
 
 
 @pytest.mark.parametrize(
-    "options", in_tiers([FILTERED], [{}], [FILTERED, GRAPHS, {}, {"filters": {"top_k": 20}}]), ids=str
+    "options", nightly_but([FILTERED], [FILTERED, GRAPHS, {}, {"filters": {"top_k": 20}}]), ids=str
 )
 def test_operations_of_a_step_do_not_grow_with_sequences(worker, options):
     case = _case(DENSE)
@@ -72,7 +72,7 @@ def test_the_decoder_takes_transformer_engines_modules(te_worker):
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= found.modules
 
 
-@pytest.mark.parametrize("model", in_tiers([MOE], [DENSE], [DENSE, MOE, LATENT, SINKS]))
+@pytest.mark.parametrize("model", nightly_but([MOE], [DENSE, MOE, LATENT, SINKS]))
 def test_positions_under_te_wait_for_nothing(worker, model):
     """No line waits in an update but those of the local spec's: none in dense and latent layers, and in one of experts
     those for numbers of tokens."""

@@ -11,7 +11,7 @@ import pytest
 from tests.cuda.cases import DENSE, EVERYTHING, GATED, SINKS
 from tests.cuda.te_cases import te_case, te_ceilings
 from tests.cuda.test_engine import beyond, dtypes_are_as_stated
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 ON = {"tp_comm_overlap": True}
 IN_CHUNKS = ON | {"tp_comm_overlap_rs_dgrad": True, "tp_comm_overlap_disable_qkv": True}
@@ -34,7 +34,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case, overlaps", slow_but(CASES[:1], CASES), ids=str)
+@pytest.mark.parametrize("case, overlaps", in_tiers(CASES[:1], [CASES[1], CASES[3], CASES[5]], CASES), ids=str)
 def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
     found, plain = (
         te_worker.call("tests.cuda.te_update:update", each, (9, 0))
