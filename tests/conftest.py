@@ -38,7 +38,17 @@ def pytest_xdist_make_scheduler(config, log):
     return ByWhatTheyShare(config, log)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    help = "of the tests in PATH, a beginning of node ids, only those marked `always` run (.ci/run)"
+    parser.addoption("--unchanged", action="append", default=[], metavar="PATH", help=help)
+
+
+def pytest_collection_modifyitems(config, items):
+    unchanged = tuple(config.getoption("unchanged"))
+    left_out = [i for i in items if i.nodeid.startswith(unchanged) and i.get_closest_marker("always") is None]
+    if unchanged and left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 
 

@@ -1,4 +1,4 @@
-"""Runs `mrl` in forks of this process, which has imported what takes ten seconds to import.
+"""Runs `mrl` in forks of this process, which has imported what takes ten seconds to import. Ranks that it launches are forks, too.
 
 A line of stdin is [folder, output, errors, environment, arguments], which is answered with the pid of a new fork, or the pid of one, which is
 answered with its exit code, or with null while it runs.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +47,59 @@ class Forked:
 
     def terminate(self) -> None:
         self.send_signal(15)
+
+
+class Rank:
+    """A rank that a forked launcher starts, as `subprocess.Popen` has it: a fork of the launcher."""
+
+    def __init__(self, folder: str, environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                rank(folder, environment)
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+
+def rank(folder: str, environment: Mapping[str, str]) -> None:
+    """Becomes a rank of `mrl.launch.local`; does not return."""
+    from mrl.launch import worker
+
+    os.setsid()
+    weakref.finalize._registry.clear()  # the launcher's folders are not this process's to remove
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["mrl.launch.worker", folder]
+    worker.main()
+
+
+def fork_ranks() -> None:
+    """From here on torch elastic forks ranks in place of starting Python for each."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Rank:
+        assert args[-2] == "mrl.launch.worker", args
+        return Rank(args[-1], environment)
+
+    SubprocessHandler._popen = popen
 
 
 class Forks:
@@ -92,8 +147,12 @@ def main() -> None:
     import mrl.cli  # noqa: F401
     import mrl.engine.fsdp.engine  # noqa: F401
     import mrl.engine.megatron.engine  # noqa: F401
+    import mrl.launch.local  # noqa: F401
     import mrl.serve.server  # noqa: F401
+    import mrl.trainers.ppo  # noqa: F401
     import mrl.trainers.sft  # noqa: F401
+
+    fork_ranks()
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -8,6 +8,7 @@ python tools/patches.py found      print each private name, and each assignment 
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import sys
@@ -53,32 +54,51 @@ def private(name: str) -> bool:
     return bool(re.fullmatch(r"_[A-Za-z]\w{2,}", name))
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     """The code of each file of mrl."""
     files = sorted(PACKAGE.rglob("*.py"))
     return {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text(encoding="utf-8")) for p in files}
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def own_names(tree: ast.Module) -> Iterator[str]:
     """The names that a file of mrl defines."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in SELF:
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node.value):
             yield node.attr
 
 
+def of_self(node: ast.expr) -> bool:
+    """Whether it is self, cls or super()."""
+    name = node.func if isinstance(node, ast.Call) and not node.args else node
+    return isinstance(name, ast.Name) and name.id in (("super",) if name is not node else ("self", "cls"))
+
+
+def imports_module(node: ast.AST) -> bool:
+    """Whether import_module is called in it."""
+    calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    return any("import_module" in (getattr(f, "id", ""), getattr(f, "attr", "")) for f in calls)
+
+
+@functools.cache
 def imported(tree: ast.Module) -> dict[str, str]:
     """The names that a file imports from libraries, and what they are."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             found |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and "import_module(" in ast.unparse(node.value or node):
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and imports_module(node.value or node):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 found |= {name.id: "a module" for name in ast.walk(target) if isinstance(name, ast.Name)}
     return {name: path for name, path in found.items() if path.partition(".")[0] not in {"mrl", *PYTHONS}}
@@ -90,16 +110,16 @@ def private_names() -> Iterator[tuple[str, int, str]]:
     own = {name for tree in files.values() for name in own_names(tree)}
     for file, tree in files.items():
         here = {*own_names(tree)}
-        inherited = {n for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for n in _overridden(node, tree)}
-        for node in ast.walk(tree):
+        inherited = {n for node in nodes(tree) if isinstance(node, ast.ClassDef) for n in _overridden(node, tree)}
+        for node in nodes(tree):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [part for a in node.names for part in a.name.split(".")]
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] != "mrl":
                 names = [*(node.module or "").split("."), *(a.name for a in node.names)]
             elif isinstance(node, ast.Attribute):
-                inside = isinstance(node.value, ast.Name | ast.Call) and ast.unparse(node.value) in SELF
-                names = [node.attr] if node.attr not in (own if inside else here) or node.attr in inherited else []
+                known = own if of_self(node.value) else here
+                names = [node.attr] if node.attr not in known or node.attr in inherited else []
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and file not in OWN_DATA:
                 names = re.split(r"[:.]", node.value) if re.fullmatch(r"[\w.:]+", node.value) else []
                 names = [name for name in names if name not in own]
@@ -116,7 +136,6 @@ def _overridden(node: ast.ClassDef, tree: ast.Module) -> Iterator[str]:
         yield from (name for name in methods if private(name) and name in KNOWN)
 
 
-SELF = ("self", "cls", "super()")
 OTHER_FILES = {"_forward_step"}
 """Private names of mrl that another file of it uses."""
 KNOWN = {
@@ -133,7 +152,7 @@ def assignments() -> Iterator[tuple[str, int, str]]:
     """File, line and target of each assignment to an attribute of a library, which `patches.replace` should make."""
     for file, tree in trees().items():
         libraries = imported(tree)
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             target = node if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else None
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
                 target = node.args[0]

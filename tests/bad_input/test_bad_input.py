@@ -15,7 +15,7 @@ import pytest
 
 from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
 from tests.bad_input.mistakes import Case, Workspace, check, dry_run, run_forked, run_mrl
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers.tiny_runs import make_inputs
 
 NO_GPU = "no gpu"
@@ -57,7 +57,7 @@ def test_is_refused(case: Case, workspace: Workspace):
     check(case, workspace, dry_run)
 
 
-@pytest.mark.parametrize("name", slow_but([NO_GPU], [NO_GPU, "unknown key", "learned positions"]))
+@pytest.mark.parametrize("name", in_tiers([NO_GPU], ["unknown key"], [NO_GPU, "unknown key", "learned positions"]))
 def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
     """A dry run alone goes on where there is no GPU."""
     (case,) = (case for case in config_cases.CASES if case.name == name)

@@ -24,7 +24,7 @@ from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 TP2, TP4, PP2 = {"tp": 2}, {"tp": 4}, {"pp": 2}
 # by number of processes: first those of every run of the tests, then those of the nightly tier
@@ -79,7 +79,11 @@ def test_every_family_of_the_tables_is_here():
 
 @pytest.mark.parametrize(
     ("tied", "dtype"),
-    slow_but([(True, "bfloat16")], [(tied, dtype) for tied in (False, True) for dtype in ("float32", "bfloat16")]),
+    in_tiers(
+        [(True, "bfloat16")],
+        [(False, "float32")],
+        [(tied, dtype) for tied in (False, True) for dtype in ("float32", "bfloat16")],
+    ),
 )
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_files_come_back_byte_for_byte(hf, tmp_path, family, tied, dtype):

@@ -191,9 +191,9 @@ def first_rows(rows: Sequence[Row]) -> list[Row]:
 OPTIONS = ("model", "layout", "lora", "recompute", "recompute_every", "one_token", "sequences", "fsdp")
 
 
-def next_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of those that are not among the first: each with an option that no row before it has, and of the others on one or two processes
-    the first of each model."""
+def next_rows(rows: Sequence[Row], of_models: bool = True) -> list[Row]:
+    """Of those that are not among the first: each with an option that no row before it has; and `of_models`, of the others on one or
+    two processes the first of each model."""
     found = first_rows(rows)
     seen = {(name, getattr(row, name)) for row in found for name in OPTIONS}
     rest, chosen = [], []
@@ -201,8 +201,8 @@ def next_rows(rows: Sequence[Row]) -> list[Row]:
         options = {(name, getattr(row, name)) for name in OPTIONS}
         (rest if options <= seen else chosen).append(row)
         seen |= options
-    of_models = {row.model: row for row in reversed(rest) if row.world_size <= 2}
-    return [*chosen, *of_models.values()]
+    again = {row.model: row for row in reversed(rest) if row.world_size <= 2}
+    return [*chosen, *(again.values() if of_models else ())]
 
 
 def _fsdp(*rows: Row) -> tuple[Row, ...]:

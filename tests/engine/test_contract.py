@@ -50,6 +50,9 @@ SLOW_CASES = [  # each layout, and each case, in turn
 ]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
 FAST_MORE = MORE_CASES[1:3]
+SLOW_MORE = [
+    one for one in MORE_CASES if one[0] not in ("fsdp", "megatron")
+]  # of one process: test_documents_of_models
 
 
 def run(layout, case, folder, **kwargs):
@@ -63,7 +66,7 @@ def test_contract(folder, layout, case):
     run(layout, case, folder("llama"))
 
 
-@pytest.mark.parametrize(("layout", "case", "family"), slow_but(FAST_MORE, MORE_CASES))
+@pytest.mark.parametrize(("layout", "case", "family"), in_tiers(FAST_MORE, SLOW_MORE, MORE_CASES))
 def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
 
@@ -111,8 +114,8 @@ def test_experts_and_virtual_stages(folder, tmp_path, layout):
 
 RESUMED = [(layout, family) for family in ("qwen3", "qwen3_moe") for layout in LAYOUTS]
 FAST_RESUMED = [(layout, "qwen3") for layout in FEW]
-SLOW_RESUMED = [("megatron cp2", "qwen3"), ("fsdp hsdp", "qwen3"), ("fsdp cp2", "qwen3"), ("megatron tp2 pp2", "qwen3_moe"),
-                ("fsdp dp4", "qwen3_moe"), ("fsdp cp2", "qwen3_moe"), ("external dp2", "qwen3_moe")]  # fmt: skip
+SLOW_RESUMED = [("megatron cp2", "qwen3"), ("fsdp hsdp", "qwen3"), ("megatron tp2 pp2", "qwen3_moe"),
+                ("fsdp dp4", "qwen3_moe"), ("fsdp cp2", "qwen3_moe")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_RESUMED, SLOW_RESUMED, RESUMED))
@@ -120,7 +123,7 @@ def test_resume_is_bitwise(folder, tmp_path, layout, family):
     run(layout, "resume_is_bitwise", folder(family), path=str(tmp_path))
 
 
-@pytest.mark.parametrize("layout", slow_but(["megatron tp2"], SPLIT))
+@pytest.mark.parametrize("layout", in_tiers(["megatron tp2"], ["fsdp dp2"], SPLIT))
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, layout):
     """An engine of another package need not recompute: what it lacks it refuses (test_registry.py)."""
     role = {"dtype": "bfloat16", "offload": ("optimizer",)}
@@ -128,7 +131,7 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, 
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
-@pytest.mark.parametrize("layout", slow_but([], [*SPLIT, "megatron cp2"]))
+@pytest.mark.parametrize("layout", in_tiers([], ["fsdp cp2", "megatron tp2", "megatron cp2"], [*SPLIT, "megatron cp2"]))
 def test_dropout(folder, tmp_path, layout):
     """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
     run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
@@ -136,13 +139,13 @@ def test_dropout(folder, tmp_path, layout):
 
 
 OF_THEIR_OWN = [
-    ("megatron ep2", "glm4_moe"), ("megatron tp2", "qwen3_5"), ("fsdp dp2", "gemma2"), ("megatron tp2", "olmoe"), ("megatron tp2", "deepseek_v3"),
-    ("fsdp hsdp", "minimax_m2"), ("fsdp dp2", "ernie4_5_moe"), ("fsdp dp2", "olmoe"), ("external dp2", "olmoe"),
-    ("fsdp hsdp", "deepseek_v3"), ("fsdp dp2", "qwen3_5_moe"), ("megatron cp2", "qwen3_5_moe"),
+    ("megatron ep2", "glm4_moe"), ("megatron tp2", "qwen3_5"), ("megatron tp2", "olmoe"), ("megatron tp2", "deepseek_v3"),
+    ("fsdp dp2", "ernie4_5_moe"), ("fsdp dp2", "gemma2"), ("fsdp hsdp", "minimax_m2"), ("fsdp dp2", "olmoe"),
+    ("external dp2", "olmoe"), ("fsdp hsdp", "deepseek_v3"), ("fsdp dp2", "qwen3_5_moe"), ("megatron cp2", "qwen3_5_moe"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:7], OF_THEIR_OWN))
+@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:5], OF_THEIR_OWN))
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter, or
     a parameter that never trains."""
@@ -172,7 +175,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("saved_by", "read_by"), slow_but(CHANGES[:3], CHANGES))
+@pytest.mark.parametrize(("saved_by", "read_by"), in_tiers(CHANGES[:3], CHANGES[3:5], CHANGES))
 def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     """Chains of more layouts, with runs of `mrl sft`, are in tests/resume/test_layouts.py."""
     remote = f"file://{tmp_path}/remote"
@@ -212,10 +215,16 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     run(**refuse, folder=folder("llama"), path=path, message="holds no whole checkpoint")
 
 
-@pytest.mark.parametrize(
-    "layout", slow_but(["fsdp dp2", "megatron tp2 pp2"], ["fsdp", "fsdp dp2", "megatron tp2 pp2", "external dp2"])
-)
-@pytest.mark.parametrize("family", slow_but(["llama tied", "mixtral"], ["llama tied", "qwen2", "qwen3_moe", "mixtral"]))
+EXPORTED = [
+    (layout, family)
+    for layout in ("fsdp dp2", "megatron tp2 pp2", "fsdp", "external dp2")
+    for family in ("llama tied", "mixtral", "qwen2", "qwen3_moe")
+]
+FAST_EXPORTED = [*EXPORTED[:2], *EXPORTED[4:6]]
+SLOW_EXPORTED = [("fsdp", "qwen2"), ("external dp2", "qwen3_moe"), ("megatron tp2 pp2", "qwen3_moe")]
+
+
+@pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_EXPORTED, SLOW_EXPORTED, EXPORTED))
 def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     model = folder("llama", tied=True) if family == "llama tied" else folder(family)
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
@@ -227,8 +236,14 @@ def test_value_head_export(folder, tmp_path, layout):
     run(layout, "value_head_export_is_a_sequence_classifier", model, path=path, role={"head": "value"})
 
 
-@pytest.mark.parametrize("layout", slow_but(FEW, LAYOUTS))
-@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "mistral"]))
+GENERATED = [(layout, family) for family in ("llama", "mistral") for layout in LAYOUTS]
+FAST_GENERATED = [(layout, "llama") for layout in FEW]
+SLOW_GENERATED = [(layout, "llama") for layout in LAYOUTS if layout not in FEW] + [
+    (layout, "mistral") for layout in ("fsdp cp2", "megatron cp2", "megatron tp2 pp2")
+]
+
+
+@pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_GENERATED, SLOW_GENERATED, GENERATED))
 def test_generates_as_hugging_face(folder, layout, family):
     run(layout, "generates_as_hugging_face", folder(family), model_folder=folder(family))
 

@@ -16,7 +16,7 @@ from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares m
 from mrl.engine.megatron.muon import orthogonalise
 from tests.engine import muon, tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 UPDATE = 1e-3
 
@@ -56,9 +56,12 @@ LAYOUTS = [
     ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2}, False),
     ("glm4_moe", 4, {"tp": 2, "cp": 2}, True),
 ]
+SLOW = (4, 7, 9, 10)
 
 
-@pytest.mark.parametrize(("family", "world", "parallel", "divided"), slow_but(LAYOUTS[:3], LAYOUTS), ids=str)
+@pytest.mark.parametrize(
+    ("family", "world", "parallel", "divided"), in_tiers(LAYOUTS[:3], [LAYOUTS[i] for i in SLOW], LAYOUTS), ids=str
+)
 def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, world, parallel, divided):
     folder, optimizer = tiny.make_model(str(tmp_path / "model"), family), muon.OPTIMIZER
     reference = tiny.hf_reference(folder, tiny.uneven_batch(), optimizer=optimizer)
@@ -73,15 +76,14 @@ def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, w
     assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"momentum": 0.5}, {"use_nesterov": False}, {"num_ns_steps": 2}, {"scale_mode": "unit_rms_norm"},
-        {"scale_mode": "shape_scaling", "extra_scale_factor": 1.0},
-    ],
-    ids=str,
-)  # fmt: skip
+KEYS = [
+    {"scale_mode": "shape_scaling", "extra_scale_factor": 1.0}, {"momentum": 0.5}, {"use_nesterov": False},
+    {"num_ns_steps": 2}, {"scale_mode": "unit_rms_norm"},
+]  # fmt: skip
+"""In CI each by itself is in tests/config/test_keys_reach.py."""
+
+
+@pytest.mark.parametrize("keys", in_tiers([], KEYS[:1], KEYS), ids=str)
 def test_keys(tmp_path, keys):
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
     optimizer = dataclasses.replace(muon.OPTIMIZER, muon=MuonConfig(**keys))

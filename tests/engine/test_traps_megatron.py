@@ -72,9 +72,9 @@ def test_trap_1_gradients_are_reduced_by_the_engine_once(folder):
         (("llama", {}), "dp2"),
         (("qwen3", {}), "tp2+sp"),
         pytest.param(("llama", {"tied": True}), "pp4", marks=pytest.mark.slow),
-        pytest.param(("llama", {"tied": True}), "tp2+spxpp2xdp2", marks=pytest.mark.slow),
+        pytest.param(("llama", {"tied": True}), "tp2+spxpp2xdp2", marks=pytest.mark.nightly),
         pytest.param(("qwen3", {}), "tp2xcp2", marks=pytest.mark.slow),
-        pytest.param(("mixtral", {}), "dp4xep2", marks=pytest.mark.slow),
+        pytest.param(("mixtral", {}), "dp4xep2", marks=pytest.mark.nightly),
         (("qwen3_moe", {"decoder_sparse_step": 2}), "tp2+spxdp2xep2"),
     ],
     ids=str,
@@ -169,7 +169,7 @@ def test_trap_15_each_rank_has_one_early_and_one_late_segment_of_every_sequence(
     [
         ("tp2+spxpp2", "dp4"),
         pytest.param(("cp2xdp2", "pp4"), marks=pytest.mark.slow),
-        pytest.param(("tp4", "pp2xvpp2xcp2"), marks=pytest.mark.slow),
+        pytest.param(("tp4", "pp2xvpp2xcp2"), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -78,17 +79,17 @@ def test_a_reward_model_of_arithmetic_trains_on_sums_and_wrong_ones_near_them(tm
 
 
 @pytest.mark.slow
-def test_preferences_of_arithmetic_train(tmp_path):
+def test_preferences_of_arithmetic_train(tmp_path, monkeypatch):
     """With the pairs that the example's program makes of a model that knows nothing, and a cached reference."""
     tiny_runs.load_example("arithmetic/make_data.py").make(tmp_path)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
     few = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:80]
     (tmp_path / "few.jsonl").write_text("".join(few))
-    program = tiny_runs.REPO / "examples" / "arithmetic" / "preferences.py"
+    monkeypatch.setitem(sys.modules, "evaluate", tiny_runs.load_example("arithmetic/evaluate.py"))
     files = [str(tmp_path / name) for name in ("model", "few.jsonl", "pairs.jsonl")]
-    subprocess.run([sys.executable, str(program), *files], check=True, cwd=tmp_path)
-    config = read_yaml(program.with_name("dpo.yaml"))
+    tiny_runs.load_example("arithmetic/preferences.py").make(*files)
+    config = read_yaml(tiny_runs.REPO / "examples" / "arithmetic" / "dpo.yaml")
     config["output_dir"] = str(tmp_path / "run")
     config["model"] |= {"path": str(tmp_path / "model")}
     config["data"] |= {"train": str(tmp_path / "pairs.jsonl")}
@@ -225,29 +226,41 @@ def learns(folder: pathlib.Path, *arguments: str, points: float = 30.0, **enviro
         env=ENVIRONMENT | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    line = [line for line in done.stdout.splitlines() if ": exact match" in line][-1]
+    line = [line for line in done.stdout.splitlines() if "exact match" in line and "before" in line][-1]
     before, after = (float(part.split()[-1]) for part in line.split("%")[:2])
     assert after - before >= points, line
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """The folder in which the quickstart ran, and what it printed."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    return folder, learns(folder, "examples/arithmetic/quickstart.py")
-
-
-@pytest.mark.slow
-def test_the_quickstart_learns_to_add(quickstart):
-    _, said = quickstart
+@pytest.mark.nightly
+def test_the_quickstart_learns_to_add(tmp_path):
+    said = learns(tmp_path, "examples/arithmetic/quickstart.py")
     assert float(said.split("% before, ")[1].split("%")[0]) >= 80.0, said
 
 
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """The folder of a quickstart that ended where GRPO goes on, after 175 of its steps, and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    short = ["train.steps=175", "optimizer.decay_steps=450", "train.eval_every=null"]
+    return folder, learns(folder, "examples/arithmetic/quickstart.py", "--sft-only", *short)
+
+
 @pytest.mark.slow
-def test_the_loop_over_http_learns_to_add(quickstart):
+def test_a_third_of_the_quickstart_and_40_steps_of_its_grpo_learn_to_add(half):
+    """All of both run nightly."""
+    folder, said = half
+    assert "What to try next:" in said and "runs/arithmetic/hf" in said
+    short = ["train.steps=40", "train.eval_every=20"]
+    said = learns(folder, "examples/arithmetic/reinforce.py", "grpo", *short, points=12.0)
+    assert "convert export" in said, "the run made its first steps again"
+
+
+@pytest.mark.slow
+def test_the_loop_over_http_learns_to_add(half):
     """By the real client, from the model of the quickstart that the server has."""
-    folder, _ = quickstart
+    folder, _ = half
+    shutil.copytree(folder / "runs/arithmetic/hf", folder / "runs/arithmetic-half/hf", dirs_exist_ok=True)
     command = [sys.executable, "-u", "-m", "mrl", "serve", "examples/arithmetic/serve.yaml", "--port", "0"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
         try:

@@ -21,6 +21,7 @@ DOCUMENTS = {
     "a long one": (1000, 3),
     "twenty short ones": (5, 2, 9, 1, 4, 7, 3, 3, 1, 8, 6, 2, 5, 9, 1, 1, 4, 2, 7, 3),
     "one token between two long ones": (200, 1, 200),
+    "in four numbers of chunks": (130, 1, 200, 70),
 }
 
 

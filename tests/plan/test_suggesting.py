@@ -45,7 +45,9 @@ def test_parameters_count_as_their_dtype_has_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "recompute"), [("llama", "none"), ("qwen3_moe", "full")])
+@pytest.mark.parametrize(
+    ("family", "recompute"), [("llama", "none"), pytest.param("qwen3_moe", "full", marks=pytest.mark.nightly)]
+)
 def test_a_chunk_is_measured_once_for_all_layouts_that_have_it(planner, tmp_path, family, recompute):
     """What it takes goes by its own layers, whatever stages and chunks there are beside it."""
     config = tiny.role(tiny.make_model(str(tmp_path), family, layers=8), backend="megatron", dtype="bfloat16")

@@ -70,7 +70,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
     assert any(name.endswith(".sbatch") for name in packed) and packed == files
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_from_elsewhere(binaries, tmp_path):
     tiny_runs.make_inputs(tmp_path)
     config = tiny_runs.make_config(tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron"})
@@ -82,7 +82,7 @@ def test_a_run_from_elsewhere(binaries, tmp_path):
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_script_from_elsewhere(binaries, tmp_path):
     """Its templates are data of the package."""
     tiny_runs.make_inputs(tmp_path)

@@ -75,6 +75,7 @@ def coloured(tab, chart: str, colour: tuple[int, int, int]) -> int:
     return int((numpy.abs(image * 255 - numpy.array(colour)).max(axis=2) < 40).sum())
 
 
+@pytest.mark.always
 def test_every_chart_of_a_run_is_drawn(tab, tmp_path):
     tab.open(write(tmp_path / "out", made_runs.make_rl(tmp_path / "run")))
     charts = tab.js("[...document.querySelectorAll('[data-chart]')].map((node) => node.dataset.chart)")

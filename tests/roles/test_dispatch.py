@@ -9,7 +9,7 @@ from tests.engine.contract import assert_close
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
 from tests.roles.tiny_roles import roles
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 PAIRS = {
     "tp2 and pp2": {"actor": "tp2", "critic": "pp2", "reference": "dp"},
@@ -27,7 +27,7 @@ def heads(models, **fields):
     return {"folder": models(**fields), "critic_folder": models(head="value", seed=1, **fields)}
 
 
-@pytest.mark.parametrize("pair", slow_but(["tp2 and fsdp"], PAIRS))
+@pytest.mark.parametrize("pair", in_tiers(["tp2 and fsdp"], ["fsdp twice"], PAIRS))
 def test_trap_27_and_29_roles_share_no_state(models, pair):
     """Trap 27, with dropout: random numbers, process groups and optimizers of one role are not the other's. Trap 29: see
     tests/engine/test_traps_megatron.py for what ranks draw."""
@@ -47,10 +47,8 @@ def test_config_offload_composes_with_idle_offload(models):
     [
         ("tp2", "pp2"),
         ("tp2", "fsdp"),
-        *(
-            pytest.param(pair, marks=pytest.mark.slow)
-            for pair in (("fsdp", "dp"), ("fsdp cp2", "fsdp"), ("tp2", "external"))
-        ),
+        pytest.param(("fsdp cp2", "fsdp"), marks=pytest.mark.slow),
+        *(pytest.param(pair, marks=pytest.mark.nightly) for pair in (("fsdp", "dp"), ("tp2", "external"))),
     ],
 )
 def test_roles_on_two_processes_train_as_on_one(models, layouts):
@@ -66,8 +64,9 @@ def test_roles_on_two_processes_train_as_on_one(models, layouts):
 
 @pytest.mark.parametrize(
     ("pair", "dtype"),
-    slow_but(
+    in_tiers(
         [("tp2 and fsdp", "bfloat16")],
+        [("fsdp twice", "float32")],
         [("tp2 and pp2", "float32"), ("tp2 and fsdp", "bfloat16"), ("fsdp twice", "float32")],
     ),
 )

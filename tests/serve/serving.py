@@ -1,6 +1,7 @@
 """`mrl serve` in a process of its own, and the unmodified `tinker` client that talks to it.
 
-A server of one rank is a fork of a process that has imported everything (tests/forks.py). test_command.py starts one as a user does.
+A server is a fork of a process that has imported everything, and so are its ranks (tests/forks.py). test_command.py starts one as a user
+does.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,18 +65,13 @@ class Serving:
         (folder / "serve.yaml").write_text(yaml.safe_dump(config))
         self.overrides = list(overrides)
         self.log, self.port = folder / "serve.log", 0
-        self.process: subprocess.Popen | Forked | None = None
+        self.process: Forked | None = None
 
     def start(self) -> None:
         """Returns when it listens; on the port that it had before."""
         self.log.write_text("")
         words = ["serve", "serve.yaml", "--port", str(self.port), "--nproc", str(self.nproc), *self.overrides]
-        if self.nproc == 1:
-            self.process = forks().start(self.folder, self.log, self.environment, words)
-        else:
-            with self.log.open("a") as log:
-                command = [sys.executable, "-u", "-m", "mrl", *words]
-                self.process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=self.environment)
+        self.process = forks().start(self.folder, self.log, self.environment, words)
         deadline = time.monotonic() + 300
         while not (found := re.search(r"TINKER_BASE_URL=http://127.0.0.1:(\d+)", self.log.read_text())):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()

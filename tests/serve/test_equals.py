@@ -33,13 +33,7 @@ def run(command: str, folder: pathlib.Path, config: dict, overrides=(), nproc=1)
     """Runs `mrl COMMAND` and returns its rows of metrics."""
     (folder / f"{command}.yaml").write_text(yaml.safe_dump(config))
     words, log = [command, f"{command}.yaml", "--nproc", str(nproc), *overrides], folder / f"{command}.log"
-    if nproc == 1:
-        code = forks().start(folder, log, os.environ, words).wait(300)
-    else:
-        with log.open("w") as file:
-            code = subprocess.run(
-                [sys.executable, "-m", "mrl", *words], cwd=folder, stdout=file, stderr=file
-            ).returncode
+    code = forks().start(folder, log, os.environ, words).wait(300)
     assert code == 0, log.read_text()
     return [json.loads(line) for line in (folder / command / "metrics.jsonl").read_text().splitlines()]
 

@@ -44,6 +44,7 @@ def make_config(inputs, folder, *, every=None, layout=LAYOUT, **changes):
     return path, folder / "the run"
 
 
+@pytest.mark.always
 def test_a_run_on_two_nodes_ends_with_a_model_and_says_so(site, inputs, monkeypatch):
     """Two ranks on each, submitted from a folder that has nothing to do with it; its length is set in epochs."""
     path, run_dir = make_config(inputs, site.folder / "a b", train={"epochs": 1, "steps": None})

@@ -25,7 +25,7 @@ from mrl.metrics import read
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.teacher_cache import TopTokens
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers, slow_but
+from tests.tiers import in_tiers, nightly_but, slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.test_dpo import OF_KIND, numbers
 
@@ -174,7 +174,8 @@ LAYOUTS = {  # processes, the student's engine, the teacher's where it is anothe
 KIND_OF = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the models, by how the layout begins, where it is another
 
 
-IN_CI = [(layout, list(KINDS)[i % len(KINDS)]) for i, layout in enumerate(LAYOUTS)][:12]
+IN_CI = [(layout, list(KINDS)[i % len(KINDS)]) for i, layout in enumerate(LAYOUTS)][:11]
+IN_CI = [one for one in IN_CI if one[0] not in ("tp2", "tp2 pp2, padded")]  # of which others have each a part
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name)
 # --------------------------------------------------------------------------------------------------------- the teacher
 
 
-@pytest.mark.parametrize("engine", slow_but(["megatron"], ["megatron", "fsdp"]))
+@pytest.mark.parametrize("engine", nightly_but(["megatron"], ["megatron", "fsdp"]))
 def test_a_student_that_is_its_teacher_does_not_move(places, tmp_path, engine):
     """Loss and gradient are 0 to the bit: no step of AdamW is made of rounding."""
     teacher = {"model": {"path": str(places / "model")}, "loss": "jsd"}
@@ -307,7 +308,7 @@ def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, rows, top_k, tail):
     assert teachers.loss_fn.tail is tail
 
 
-@pytest.mark.parametrize("cache", slow_but([True], [True, False]))
+@pytest.mark.parametrize("cache", nightly_but([True], [True, False]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, cache):
     teacher = {"teacher": {"cache": cache}, "data": {"shuffle": True}}
     whole, stopped = (make_config(places, tmp_path / which, **teacher) for which in ("whole", "stopped"))

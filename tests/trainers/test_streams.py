@@ -104,8 +104,8 @@ def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(input
         (1, "skip", True),
         (0, "stop", True),
         (1, "stop", False),
-        pytest.param(0, "skip", True, marks=pytest.mark.slow),
-        pytest.param(1, "stop", True, marks=pytest.mark.slow),
+        pytest.param(0, "skip", True, marks=pytest.mark.nightly),
+        pytest.param(1, "stop", True, marks=pytest.mark.nightly),
     ],
 )
 def test_a_row_that_one_process_cannot_use_ends_all_with_its_line(inputs, site, tmp_path, rank, on_bad_row, stream):
@@ -124,7 +124,7 @@ def test_a_row_that_one_process_cannot_use_ends_all_with_its_line(inputs, site, 
     assert len(tiny_runs.steps(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("on_bad_row", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_bad_row", ["stop", pytest.param("skip", marks=pytest.mark.nightly)])
 def test_a_first_row_that_one_process_cannot_read_ends_all(inputs, site, tmp_path, on_bad_row):
     """It tells the format, before any batch is made."""
     data = {"stream": True, "on_bad_row": on_bad_row}

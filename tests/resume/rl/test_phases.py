@@ -11,7 +11,7 @@ import pytest
 
 from tests.resume import runs
 from tests.resume.rl import rl_runs
-from tests.tiers import in_tiers
+from tests.tiers import in_tiers, nightly_but
 
 MADE = (
     r"within iteration {}, whose rollout is made, after {} of its 4 steps \(step {} of 8\), saved in \S+step_{:08d}; "
@@ -65,7 +65,7 @@ def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, nam
     runs.assert_same_result(tmp_path / "run", unharmed(name))
 
 
-@pytest.mark.parametrize("name", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", nightly_but(["grpo"], ["grpo", "ppo"]))
 def test_a_run_that_broke_off_goes_on_from_the_middle_of_an_iteration(inputs, unharmed, tmp_path, name):
     """Saved after steps 3 and 6 of iterations of 4: what came after is made again, to the same lines and rollouts."""
     world, output = rl_runs.RUNS[name][0], tmp_path / "run"

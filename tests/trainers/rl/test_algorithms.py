@@ -13,7 +13,7 @@ from mrl.algorithms.recipes import RECIPES, recipe
 from mrl.batch import make_batch
 from mrl.trainers.rl.experience import make_experience
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -55,7 +55,7 @@ def test_two_iterations_of_every_algorithm(inputs, tmp_path, name):
     assert first != second and len(first) == len(second) == tiny_policies.SEQUENCES
 
 
-@pytest.mark.parametrize(("epochs", "mini_batch"), slow_but([(3, 4)], [(1, 12), (3, 4), (2, 6)]))
+@pytest.mark.parametrize(("epochs", "mini_batch"), nightly_but([(3, 4)], [(1, 12), (3, 4), (2, 6)]))
 def test_an_iteration_has_epochs_times_mini_batches_optimizer_steps(inputs, tmp_path, epochs, mini_batch):
     """`epochs * (train_batch / mini_batch)`, of each role that trains; each epoch trains every token once."""
     folder, count = tmp_path / "run", epochs * (tiny_policies.SEQUENCES // mini_batch)
@@ -96,11 +96,19 @@ def test_critic_warmup(inputs, tmp_path):
     assert rows[4]["actor/sequence_kl"] != 0.0
 
 
-@pytest.mark.parametrize("reference", [None, engine(size=2)], ids=["the actor's layout", "another layout"])
+ELSEWHERE = engine(size=2)
+UPDATED = [
+    (every, zero, reference)
+    for every, zero in ((3, [1, 3, 4]), (None, [1]), (2, [1, 2, 3, 4]), (4, [1, 3]))
+    for reference in (None, ELSEWHERE)
+]
+"""After how many steps, in which iterations the KL is 0, and the reference's engine where it is not the actor's."""
+
+
 @pytest.mark.parametrize(
-    ("every", "zero"), slow_but([(3, [1, 3, 4])], [(None, [1]), (2, [1, 2, 3, 4]), (3, [1, 3, 4]), (4, [1, 3])])
+    ("every", "zero", "reference"), in_tiers(UPDATED[:2], [UPDATED[i] for i in (2, 5, 6)], UPDATED), ids=str
 )
-def test_reference_update_every(inputs, tmp_path, reference, every, zero):
+def test_reference_update_every(inputs, tmp_path, every, zero, reference):
     """At the end of an iteration in which N more steps were made the KL is 0 again: exactly, in the actor's layout."""
     folder = tmp_path / "run"
     config = tiny_policies.make_config(
@@ -259,7 +267,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
     assert "reward/model/mean" in tiny_policies.metrics_of(folder)[0]
 
 
-@pytest.mark.parametrize("name", slow_but(["dapo"], ["ppo", "remax", "dapo"]))
+@pytest.mark.parametrize("name", in_tiers(["dapo"], ["remax"], ["ppo", "remax", "dapo"]))
 def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines.
 
@@ -288,7 +296,7 @@ def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     assert all(torch.equal(weight, expected[name]) for name, weight in tiny_policies.weights_of(again / "hf").items())
 
 
-@pytest.mark.parametrize("best_is", slow_but(["lowest"], ["highest", "lowest"]))
+@pytest.mark.parametrize("best_is", nightly_but(["lowest"], ["highest", "lowest"]))
 def test_the_best_checkpoint_is_kept(inputs, tmp_path, best_is):
     folder = tmp_path / "run"
     config = tiny_policies.make_config(

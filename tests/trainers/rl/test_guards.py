@@ -16,7 +16,7 @@ from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -174,7 +174,9 @@ def rewards(tmp_path, body):
     return {"functions": [{"function": f"{file}:score"}], "workers": 1}
 
 
-@pytest.mark.parametrize("name", slow_but(["grpo"], ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"]))
+@pytest.mark.parametrize(
+    "name", in_tiers(["grpo"], ["ppo", "remax"], ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"])
+)
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = tiny_policies.make_config(
         inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}

@@ -20,6 +20,7 @@ import yaml
 
 from tests.forks import forks
 from tests.rollout.policy_server import PolicyServer, listen
+from tests.tiers import in_tiers
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_launched import ADAPTERS, config_of, indices_of, made_of
 
@@ -159,9 +160,12 @@ def unbroken(inputs, tmp_path_factory):
     return of
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", CASES)
+PAIRS = [(name, level) for name in CASES for level in LEVELS]
+IN_CI = [(name, list(LEVELS)[i % len(LEVELS)]) for i, name in enumerate(CASES)]
+"""Each fault once, and at each level faults of both kinds."""
+
+
+@pytest.mark.parametrize("name, level", in_tiers([], IN_CI, PAIRS))
 def test_a_hostile_server_is_one_line_or_nothing(inputs, unbroken, tmp_path, name, level):
     """After the line the steps are saved, and the run goes on: with adapters to the bits of the unbroken one."""
     case, run, expected = CASES[name], tmp_path / "run", unbroken(level)

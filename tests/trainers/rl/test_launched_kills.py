@@ -15,7 +15,7 @@ import yaml
 
 from tests.forks import Forked, forks
 from tests.rollout.policy_server import Running
-from tests.tiers import in_tiers
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers.rl import test_launched, tiny_policies
 from tests.trainers.rl.test_launched import PER_ITERATION, RUNS, config_of, indices_of, made_of, running, train
 
@@ -90,7 +90,7 @@ def test_kills_of_trainer_and_server_lose_nothing(inputs, request, tmp_path, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", nightly_but(["two_groups"], RUNS))
 def test_no_prompt_is_lost_and_none_is_trained_twice(inputs, request, tmp_path, run):
     """Over a rollout that is given up as the trainer waits for it, a SIGKILL, and more steps than at first."""
     expected = request.getfixturevalue(run)

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.rollout.policy_server import Running
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_launched import ADAPTERS, PER_ITERATION, config_of, made_of, train
 from tests.trainers.tiny_runs import steps
@@ -16,7 +17,7 @@ LEVELS = {"level 0": {"rollout": {"async_level": 0}}, "level 1": {}, "adapters a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", nightly_but(["level 0", "adapters at level 2"], LEVELS))
 def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, level):
     servers = [Running(inputs / "model", seconds=0.3) for _ in range(2)]
     urls, again = [server.url for server in servers], []

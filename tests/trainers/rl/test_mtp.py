@@ -14,7 +14,7 @@ import torch
 from mrl.batch import make_batch
 from tests.engine import mtp
 from tests.engine.harness import run_case
-from tests.tiers import nightly_but, slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import test_layouts, tiny_policies
 from tests.trainers.rl.tiny_policies import SEQUENCES, VOCAB, engine
@@ -59,8 +59,9 @@ def sampled(output):
 
 @pytest.mark.parametrize(
     ("name", "chosen", "changes"),
-    slow_but(
+    in_tiers(
         [("grpo", engine("megatron"), {"reference": {"update_every": 1}})],
+        [("ppo", engine("megatron", size=1), {})],
         [
             ("grpo", engine("megatron"), {"reference": {"update_every": 1}}),
             ("ppo", engine("megatron", size=1), {}),
@@ -105,7 +106,7 @@ def test_stopped_after_a_step_it_goes_on_bitwise(inputs, folder, tmp_path):
 @pytest.mark.parametrize(
     "chosen",
     nightly_but(
-        [engine("megatron", tp=2), engine("megatron", cp=2)],
+        [engine("megatron", cp=2)],
         [
             engine("megatron", tp=2),
             engine("megatron", size=2, pp=2),

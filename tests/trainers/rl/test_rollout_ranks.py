@@ -1,13 +1,13 @@
-"""Ranks that sample beside training (`rollout.ranks`), by the command: two worlds of one launch.
+"""Ranks that sample beside training (`rollout.ranks`), by the command in a fork: two worlds of one launch.
 
 The oracle is transformers: each rollout's log-probs are those of the weights that the rule names (docs/async-rollouts.md).
 """
 
 from __future__ import annotations
 
+import os
+import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,16 +15,17 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.forks import Forked, forks
 from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_launched import export, made_of
-from tests.trainers.tiny_runs import REPO, steps
+from tests.trainers.tiny_runs import steps
 
 PER_ITERATION = 2
 MEGATRON = tiny_policies.engine("megatron") | {"layer_spec": "local"}
 
 
-def start(inputs, output_dir, processes, **changes) -> subprocess.Popen[str]:
+def start(inputs, output_dir, processes, **changes) -> Forked:
     parts = {
         "rollout": {"async_level": 1, "ranks": 1},
         "train": {"steps": 8, "eval_every": PER_ITERATION},
@@ -35,13 +36,15 @@ def start(inputs, output_dir, processes, **changes) -> subprocess.Popen[str]:
     config = tiny_policies.merge(tiny_policies.make_config(inputs, output_dir, **parts), changes)
     file = output_dir.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "mrl", "ppo", str(file), "--nproc", str(processes)]
-    return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = output_dir.parent / "log"
+    log.write_text("")
+    return forks().start(output_dir.parent, log, os.environ, ["ppo", str(file), "--nproc", str(processes)])
 
 
-def ended(run: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == code, output
+def ended(run: Forked, folder: pathlib.Path, code: int = 0) -> str:
+    """What it printed."""
+    found, output = run.wait(300), (folder / "log").read_text()
+    assert found == code, output
     return output
 
 
@@ -49,7 +52,7 @@ def ended(run: subprocess.Popen[str], code: int = 0) -> str:
 def whole(inputs, tmp_path_factory):
     """The folder of an unbroken run: one rank trains, one samples."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    output = ended(start(inputs, folder, 2))
+    output = ended(start(inputs, folder, 2), folder.parent)
     assert "ranks of their own sample 1 rollout ahead" in output and "they get new weights as files" in output
     assert "handover" not in output, "a key of servers"
     return folder
@@ -80,8 +83,8 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
     while run.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
-    ended(run, 75)
-    ended(start(inputs, tmp_path / "run", 2))
+    ended(run, tmp_path, 75)
+    ended(start(inputs, tmp_path / "run", 2), tmp_path)
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
@@ -97,7 +100,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
     ids=["fsdp dp2", "megatron tp2"],
 )
 def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path, trained, sampled):
-    ended(start(inputs, tmp_path / "run", 4, actor={"engine": trained}, rollout=sampled))
+    ended(start(inputs, tmp_path / "run", 4, actor={"engine": trained}, rollout=sampled), tmp_path)
     (rows, samples), (expected, samples_of_one) = made_of(tmp_path / "run"), made_of(whole)
     for row, one in zip(rows, expected, strict=True):
         assert row == pytest.approx(one, rel=1e-3, abs=1e-4)
@@ -109,7 +112,7 @@ def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path, trained, sample
 def test_a_degree_that_does_not_fit_is_one_line(inputs, tmp_path):
     """The model's heads do not divide."""
     changes = {"rollout": {"ranks": 3, "server": {"tp": 3}}, "actor": {"engine": MEGATRON}}
-    output = ended(start(inputs, tmp_path / "run", 4, **changes), 2)
+    output = ended(start(inputs, tmp_path / "run", 4, **changes), tmp_path, 2)
     assert "rollout.server.tp: value 3 does not divide the model's" in output.splitlines()[-1]
 
 

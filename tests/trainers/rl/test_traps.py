@@ -11,7 +11,7 @@ Where the other numbers are tested that an RL run can meet:
 import pytest
 
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but, slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import EVAL_ROWS, TRAIN_ROWS, engine
 
@@ -41,7 +41,7 @@ def environment(tmp_path):
     return {"environment": f"{file}:Twice", "max_new_tokens": 24}
 
 
-@pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "dr_grpo"]))
+@pytest.mark.parametrize("name", nightly_but(["ppo"], ["ppo", "dr_grpo"]))
 def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environment, name):
     """In conversations of two turns; on one process, and on two whose replicas have other numbers of tokens."""
     runs = {}
@@ -71,7 +71,7 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
 
 @pytest.mark.parametrize(
     ("name", "mini_batch"),
-    slow_but([("ppo", 2), ("grpo", 1)], [(name, size) for name in ("ppo", "grpo") for size in (1, 2)]),
+    nightly_but([("ppo", 2), ("grpo", 1)], [(name, size) for name in ("ppo", "grpo") for size in (1, 2)]),
 )
 def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(inputs, tmp_path, name, mini_batch):
     """Mini-batches of two sequences on two replicas: each has one, of 1 to 8 tokens. A mean of the replicas' means would
