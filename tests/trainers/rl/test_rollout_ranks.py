@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -19,7 +21,7 @@ from tests.forks import Forked, forks
 from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_launched import export, made_of
-from tests.trainers.tiny_runs import steps
+from tests.trainers.tiny_runs import REPO, steps
 
 PER_ITERATION = 2
 MEGATRON = tiny_policies.engine("megatron") | {"layer_spec": "local"}
