@@ -207,8 +207,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     **_use("nothing clips the logits of attention, nor writes them down", "qk_clip", "qk_clip_alpha",
            "qk_clip_threshold", "log_max_attention_logit"),
     **_use("no family of models here has such layers", *"""
-        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
-        linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+        mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
         mamba_training_ssm_states_dtype use_mamba_mem_eff_path dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
         dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
         dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk

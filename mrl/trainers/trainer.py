@@ -54,6 +54,7 @@ from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.adapter_folder import is_adapter
+from mrl.weights.mtp import COUNT
 from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.words import pluralize
 
@@ -418,7 +419,7 @@ class Trainer(abc.ABC):
             return
         without = ""
         if role.mtp is None and dispatch.on_main(lambda: mtp_tensors_of(folder)):
-            without = f"; without the layers of {folder} that predict further tokens: config.json says that there are 0"
+            without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
         console.say(f"model: {directory.hf} (loadable with transformers{without})")
 
     def say_done(self) -> None:

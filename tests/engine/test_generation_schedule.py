@@ -32,24 +32,29 @@ def alone(request):
 class Cache(list):
     """Rows of tokens, with the methods of KVCache that copy them out and in."""
 
+    recurrent = False  # a row stands for all of its tokens, and for no part of them
+
     def copy_row(self, row, places):
         assert len(self[row]) == places
         return self[row][:places]
 
     def put_row(self, row, copy, places):
+        assert len(copy) == places or not self.recurrent
         self[row] = list(copy[:places])
 
 
-def complete(requests, *, cache_tokens, prefill_tokens, kept=None):
+def complete(requests, *, cache_tokens, prefill_tokens, kept=None, recurrent=False):
     """(completions, steps) of a schedule over the toy."""
     limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-    schedule = Schedule(list(enumerate(requests)), **limits, kept=kept)
+    schedule = Schedule(list(enumerate(requests)), **limits, kept=kept, recurrent=recurrent)
     cache = Cache([] for _ in range(schedule.rows))
+    cache.recurrent = recurrent
     steps = []
     while not schedule.done:
         step = schedule.next()
         for source, target, places in step.copies:
             assert source != target and len(cache[source]) >= places
+            assert len(cache[source]) == places or not recurrent
             cache[target] = cache[source][:places]
         if step.shape is not None:
             assert step.shape[0] <= len(cache)
@@ -61,9 +66,13 @@ def complete(requests, *, cache_tokens, prefill_tokens, kept=None):
         decoding = next((i for i, new in enumerate(step.new) if len(new) > 1), len(step.new))
         assert sum(len(new) for new in step.new[decoding:]) <= prefill_tokens
         for row, (new, old) in enumerate(zip(step.new, step.cached, strict=True)):
+            assert old in (0, len(cache[row])) or not recurrent
             cache[row] = cache[row][:old] + new
             assert len(cache[row]) == old + len(new) <= schedule.length
-            assert row in step.sampled or row == len(step.new) - 1, "only the last prompt is fed in part"
+            without_last = recurrent and old + len(new) == len(step.sequences[row].context) - 1
+            assert row in step.sampled or without_last or row == len(step.new) - 1, (
+                "only the last prompt is fed in part"
+            )
         chosen = [next_token(cache[row]) for row in step.sampled]
         steps.append(step)
         whole = schedule.completed
@@ -87,13 +96,13 @@ def requests(numbers, count):
 
 @pytest.mark.parametrize("cache_tokens", [18, 40, 1000])
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 100])
-@pytest.mark.parametrize("first", [1, 4, 256])
-def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first):
+@pytest.mark.parametrize(("first", "recurrent"), [(1, False), (4, False), (256, False), (4, True)])
+def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first, recurrent):
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     for seed in range(150):
         numbers = random.Random(seed)
         wanted = requests(numbers, numbers.randint(0, 14))
-        done, _ = complete(wanted, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+        done, _ = complete(wanted, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, recurrent=recurrent)
         assert done == [alone(request) for request in wanted]
 
 
@@ -101,9 +110,18 @@ def fed(steps):
     return sum(len(new) for step in steps for new in step.new)
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_samples_of_a_prompt_share_it(recurrent):
+    """All but its last token, which each feeds."""
+    wanted = [GenerateRequest([*range(9)], 3)] * 5
+    done, steps = complete(wanted, cache_tokens=100, prefill_tokens=100, recurrent=recurrent)
+    assert done == [alone(wanted[0])] * 5 and fed(steps) == 8 + 5 * (1 + 2)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("room", [0, 20, 1000])
 @pytest.mark.parametrize(("cache_tokens", "prefill_tokens", "first"), [(60, 3, 4), (200, 100, 256)])
-def test_conversations_go_on_with_what_is_kept(monkeypatch, room, cache_tokens, prefill_tokens, first):
+def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, cache_tokens, prefill_tokens, first):
     """Random conversations: those that go on, end, or change what was said before, are as without anything kept."""
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     with_kept, without, restored = 0, 0, 0
@@ -113,7 +131,7 @@ def test_conversations_go_on_with_what_is_kept(monkeypatch, room, cache_tokens, 
         live = {i: [numbers.randrange(50) for _ in range(numbers.choice((1, 5)))] for i in range(numbers.randint(1, 8))}
         while live:
             wanted = [GenerateRequest(t, numbers.randint(1, 6), (5, 6, 7), key=key(i)) for i, t in live.items()]
-            limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+            limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens, "recurrent": recurrent}
             (done, steps), (_, plain) = complete(wanted, **limits, kept=kept), complete(wanted, **limits)
             assert done == [alone(request) for request in wanted]
             with_kept, without = with_kept + fed(steps), without + fed(plain)

@@ -209,4 +209,6 @@ def test_a_norm_that_is_fused_with_the_linear_comes_before_the_adapter():
     x = torch.randn(3, 6)
     assert _normed(linear, x) is x
     linear.layer_norm_weight, linear.eps = torch.nn.Parameter(torch.rand(6)), 1e-5
-    torch.testing.assert_close(_normed(linear, x), F.rms_norm(x, (6,), linear.layer_norm_weight, 1e-5))
+    for centered in (False, True):
+        linear.zero_centered_gamma = centered
+        torch.testing.assert_close(_normed(linear, x), F.rms_norm(x, (6,), linear.layer_norm_weight + centered, 1e-5))

@@ -95,8 +95,8 @@ def conversation(model: str, turns: list[str], keys: list[str]) -> list[tuple[in
     found: list[tuple[int, int]] = []
     begin = KeptSequences.begin
 
-    def seen(self: KeptSequences, requests: Any) -> None:
-        begin(self, requests)
+    def seen(self: KeptSequences, requests: Any, **how: bool) -> None:
+        begin(self, requests, **how)
         found.append((len(requests[0].tokens), self.length(requests[0].key)))
 
     with mock.patch.object(KeptSequences, "begin", seen):

@@ -117,13 +117,13 @@ OF_DELTA_NETS = (
     ),
     *_of(
         "engine/generation.py",
-        COMPANY,
+        "engine/test_generation_schedule.py",
         ("leader.cached > len(s.prompt) - 1:", "leader.cached > len(s.context) + 9:"),
         ("end = min(end, len(s.context) - 1)", "pass"),
     ),
     *_of(
         "engine/kept.py",
-        "engine/test_generation.py::test_company_changes_no_bit[megatron qwen3_5]",
+        "engine/test_generation_schedule.py",
         (" or recurrent and same < one.places", ""),
     ),
     *_of(
@@ -145,7 +145,7 @@ OF_DELTA_NETS = (
     ),
     *_of(
         "weights/algebra.py",
-        ("weights/test_algebra.py", "weights/test_round_trip.py"),
+        "weights/test_properties.py",
         ("(0, keys + head * key, key)", "(0, head * key, key)"),
     ),
     *_of(
