@@ -203,7 +203,8 @@ class EngineConfig:
     recompute_modules: tuple[RecomputeModule, ...] | None = key(
         None,
         "what recompute selective computes again (megatron backend, docs/layouts.md). null is all of a layer but its "
-        "attention: layernorm, mla_up_proj, and mlp or moe, if the model has them. An empty list recomputes nothing",
+        "attention: layernorm, mla_up_proj, and mlp or moe, if the model has them; core_attn, too, with gated "
+        "delta nets. An empty list recomputes nothing",
         may_change=True,
     )
     recompute_every: int = key(

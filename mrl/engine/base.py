@@ -33,7 +33,7 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.hf_config import changes_to_text
-from mrl.weights.mtp import count_key
+from mrl.weights.mtp import OWN_COUNT, count_key
 from mrl.weights.rules import value_head_config
 from mrl.weights.safetensors_io import HFWriter, TensorInfo
 from mrl.weights.table import Family
@@ -456,10 +456,12 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the changes of an export in config.json. family: None if mrl has no table of it."""
-        changes = value_head_config(hf_config) if self.config.head == "value" else {}
-        if self.config.model.init == "random" and hf_config["model_type"] in COMPOSITES:
-            changes = changes_to_text(self.config.model.path) | changes  # there are no weights of more to go with it
+        changes, random = {}, self.config.model.init == "random"
+        if random and hf_config["model_type"] in COMPOSITES:
+            changes = changes_to_text(self.config.model.path)  # there are no weights of more to go with it
+        if self.config.head == "value":
+            changes |= value_head_config({**hf_config, **changes})
         if family is None or self.config.mtp is not None:
             return changes
         left_out = mtp_tensors_of_folder(self.config.model.path, family, hf_config)
-        return changes | ({count_key(hf_config): 0} if left_out else {})
+        return changes | ({count_key(hf_config): 0} if left_out or random and OWN_COUNT in hf_config else {})

@@ -91,6 +91,12 @@ class PackedLayout(PackedSeqParams):
         return runs
 
     @functools.cached_property
+    def inverse(self) -> Tensor:
+        """Returns the index [cp*T] that undoes `order`, where cp > 1."""
+        assert self.order is not None
+        return self.order.argsort()
+
+    @functools.cached_property
     def chunks(self) -> Chunks:
         """Returns the chunks of the gated delta rule, over all cp ranks."""
         assert self.positions is not None

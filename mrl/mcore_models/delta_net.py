@@ -31,6 +31,7 @@ from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config
 from mrl.ops import devices
 from mrl.ops.delta_heads import DeltaHeads
+from mrl.ops.delta_rule import reorder
 from mrl.ops.kv_cache import CachedStep
 
 SPLIT = ("conv_weight", "A_log", "dt_bias")
@@ -66,13 +67,12 @@ class GatedDeltaNet(MegatronModule):
             config.hidden_size, heads * rows, gather_output=False, tp_comm_buffer_name="qkv", **wide
         )
         options = {"dtype": config.params_dtype, "device": devices.device()}
-        convolution = torch.empty(self.heads * self.mixed, 1, config.linear_conv_kernel_dim, **options)
-        torch.nn.init.uniform_(convolution, -(config.linear_conv_kernel_dim**-0.5), config.linear_conv_kernel_dim**-0.5)
+        # filled from files or RandomWeights
+        convolution = torch.zeros(self.heads * self.mixed, 1, config.linear_conv_kernel_dim, **options)
         self.conv_weight = torch.nn.Parameter(convolution)
-        # as transformers begins: Qwen3_5PreTrainedModel._init_weights
-        of_heads = torch.empty(self.heads * self.sharing, **options)
-        self.A_log = torch.nn.Parameter(of_heads.clone().uniform_(0.01, 16).log_())
-        self.dt_bias = torch.nn.Parameter(torch.ones_like(of_heads))
+        self.A_log, self.dt_bias = (
+            torch.nn.Parameter(torch.zeros(self.heads * self.sharing, **options)) for _ in range(2)
+        )
         for name in SPLIT:
             # else clip_grads.get_grad_norm_fp32 counts those of the first rank alone
             set_tensor_model_parallel_attributes(getattr(self, name), True, 0, 1)
@@ -91,7 +91,8 @@ class GatedDeltaNet(MegatronModule):
             assert packed_seq_params.step is not None
             return self.out_proj(self.cached(projected.squeeze(1), packed_seq_params.step).unsqueeze(1))
         inputs, gate = self._parts(projected.squeeze(1))
-        if self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules:
+        again = self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules
+        if again and self.training and torch.is_grad_enabled():
             out = tensor_parallel.checkpoint(lambda x: self._attend(x, packed_seq_params), False, inputs)
         else:
             out = self._attend(inputs, packed_seq_params)
@@ -123,17 +124,18 @@ class GatedDeltaNet(MegatronModule):
         if ranks == 1:
             return self.parameters_of_heads(inputs, layout.chunks)
         heads = self.parameters_of_heads.part(self.cp.rank(), ranks)
-        return self._tokens_for_heads(heads(self._heads_for_tokens(inputs)[layout.order], layout.chunks), layout)
+        order, back = layout.order, layout.inverse
+        whole = reorder(self._heads_for_tokens(inputs), order, back)
+        return self._tokens_for_heads(reorder(heads(whole, layout.chunks), back, order))
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
         """Returns [cp * T, G / cp, ...] in the order of ranks, from [T, G, ...] of each rank."""
         parts = x.unflatten(1, (self.cp.size(), -1)).transpose(0, 1).contiguous()
         return all_to_all(self.cp, parts.flatten(0, 1))
 
-    def _tokens_for_heads(self, x: Tensor, layout: PackedLayout) -> Tensor:
-        """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of the micro-batch."""
-        assert layout.order is not None
-        by_rank = all_to_all(self.cp, x[layout.order.argsort()])
+    def _tokens_for_heads(self, x: Tensor) -> Tensor:
+        """Returns [T, G, ...] of this rank's tokens, from [cp * T, G / cp, ...] in the order of ranks."""
+        by_rank = all_to_all(self.cp, x)
         return by_rank.unflatten(0, (self.cp.size(), -1)).transpose(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

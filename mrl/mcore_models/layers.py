@@ -208,8 +208,10 @@ def with_delta_nets(config: Config | LatentConfig, layers: list[int], specs: lis
 
 
 def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
-    """Returns the parts of MTP layers. Their blocks are like the last layer, so past the dense ones of an MoE model."""
-    [layer] = block_spec(config, [config.num_layers - 1]).layer_specs
+    """Returns the parts of MTP layers. Their blocks are like the last layer that has attention, so past the dense ones
+    of an MoE model."""
+    linear = config.linear_attention_freq or [0] * config.num_layers
+    [layer] = block_spec(config, [i for i in range(config.num_layers) if not linear[i]][-1:]).layer_specs
     if config.layer_spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

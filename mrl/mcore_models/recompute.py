@@ -31,13 +31,16 @@ WITHIN_MOE = ("shared_experts", "moe_act")
 
 def recompute_modules(fields: Mapping[str, Any], modules: Sequence[str] | None, *, layer_spec: str | None) -> list[str]:
     """Returns the modules of `engine.recompute_modules`; if it is null, all of a layer except attention itself.
+    Attention is among them if there are gated delta nets.
 
     The default of megatron is core attention alone, and flash attention keeps little but its output. Raises ConfigError
     for a name that recomputes nothing in this model.
 
     fields: as `fields_of` has them. layer_spec: te or local; None refuses a name only if both would.
     """
-    default = [name for name in DEFAULT if _lacks(name, fields, layer_spec) is None]
+    # of a gated delta net the rule keeps most: some 8 KiB a token and value head of 128 channels
+    names = (*DEFAULT, "core_attn") if any(fields.get("linear_attention_freq") or ()) else DEFAULT
+    default = [name for name in names if _lacks(name, fields, layer_spec) is None]
     if modules is None:
         return default
     for name in modules:

@@ -82,7 +82,7 @@ class DeltaHeads:
             convolved = F.silu(CausalConvolution.apply(long, weight, behind))
             convolved = torch.cat([part[kernel - 1 :] for part in convolved.split([len(part) for part in parts])])
             of_rule = self._of_rule(convolved, beta[several], decay[several])
-            out[several], states[rows] = chunked_rule(
-                *of_rule, step.chunks, states[rows].masked_fill(first[:, None, None, None, None], 0)
-            )
+            before_them = states[rows].masked_fill(first[:, None, None, None, None], 0)
+            out[several], after = chunked_rule(*of_rule, step.chunks, before_them)
+            states[rows] = after()
         return out.to(inputs.dtype)

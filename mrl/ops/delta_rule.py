@@ -12,7 +12,7 @@ Dimensions: `T` tokens of all sequences, `N` sequences, `G` key heads, `R` value
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Chunks:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
         """Returns the chunks of sequences of these lengths. A sequence of no tokens has no chunk."""
+        assert sum(lengths), "no sequence has a token"
         size, total = max(1, min(CHUNK, max(lengths))), sum(lengths)
         lengths_N = np.array(lengths)
         starts_N = lengths_N.cumsum() - lengths_N
@@ -80,6 +81,11 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     if index.numel() > x.shape[0]:
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return x[index]
+
+
+def reorder(x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+    """Returns rows of x [n, ...] at `index`, each once. back: the index that undoes it. The gradient is a copy, too."""
+    return _Rows.apply(x, index, back)
 
 
 class CausalConvolution(torch.autograd.Function):
@@ -123,8 +129,8 @@ def unit(x: Tensor) -> Tensor:
 
 def chunked_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns outputs [T, G, R, V] and the states [N, G, R, K, V] after each sequence, in fp32.
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Returns outputs [T, G, R, V] and a function that gives the states [N, G, R, K, V] after each sequence, in fp32.
 
     query, key: [T, G, K] of `unit`. value: [T, G, R, V]. decay: [T, G, R], the logarithm of what a state keeps. beta:
     [T, G, R]. state: before each sequence; zeros without it.
@@ -164,8 +170,11 @@ def chunked_rule(
         outs.append(q @ state + by_place @ new)
         state = state * keeps + k.transpose(-1, -2) @ new
     out = torch.cat(outs).movedim(-2, 1).flatten(0, 1)
-    states = torch.cat([state, *ended[::-1]])
-    return _Rows.apply(out, chunks.place, chunks.token), states[torch.argsort(chunks.by_length)]
+
+    def states() -> Tensor:
+        return torch.cat([state, *ended[::-1]])[torch.argsort(chunks.by_length)]
+
+    return _Rows.apply(out, chunks.place, chunks.token), states
 
 
 def one_token_rule(

@@ -54,7 +54,8 @@ def training_flops(
 
     hf: the normalised content of config.json. labels: how many tokens train; the output layer computes no others
     (docs/loss.md), and a value head has one output. 2 FLOPs per weight and token, of experts those that a token is sent
-    to; causal attention at half the full square; a backward pass twice the forward. Recomputation is not counted, nor
+    to; causal attention at half the full square; three products with the state of a gated delta net; a backward pass
+    twice the forward. Recomputation is not counted, nor
     is a sliding window (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery
     et al., "PaLM", 2022, appendix B).
 
@@ -63,14 +64,18 @@ def training_flops(
     """
     family = family_for(hf)
     sizes = sizes_of(hf, hf["vocab_size"]) | family.sizes(hf)
-    weights = 0
+    weights = attends = 0
     for layer in range(hf["num_hidden_layers"]):
+        if family.is_linear(hf, layer):
+            weights += 3 * sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_heads"]
+        else:
+            attends += 1
         for entry in family.layer_entries(hf, layer):
             times = hf["num_experts_per_tok"] if entry.of_expert else 1
             weights += times * sum(sizes[shape[0]] * sizes[shape[1]] for _, shape in entry.hf if len(shape) == 2)
     products = sizes.get("latent_q", sizes["q"]) + sizes.get("latent_out", sizes["q"])  # with keys, and with values
     lengths = lengths_S.double()
-    scores = hf["num_hidden_layers"] * products * float((lengths * lengths).sum())
+    scores = attends * products * float((lengths * lengths).sum())
     output = sizes["hidden"] * (sizes["vocab"] if head == "lm" else 1)
     tokens, passes = float(lengths.sum()), 3 if adapters is None else 2
     of_weights = 2 * weights * tokens + 2 * output * labels

@@ -12,18 +12,25 @@ from torch import Tensor
 class RandomWeights:
     """Replaces a weights file: every tensor is a function of (seed, name), so any layout starts from the same model.
 
-    Matrices are normal with the config's `initializer_range`, norms are one, biases zero.
+    Matrices are normal with the config's `initializer_range`, norms are one, biases zero. Gated delta nets start as in
+    transformers (Qwen3_5PreTrainedModel._init_weights, 5.23). Other norms of such models have the factor 1 + weight.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, std: float) -> None:
         self.shapes, self.seed, self.std = shapes, seed, std
+        self.centered = any(name.endswith(".A_log") for name in shapes)
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name]
-        if name.endswith("bias"):
+        if name.endswith("bias") and not name.endswith(".dt_bias"):
             return torch.zeros(shape)
-        if len(shape) == 1:
-            return torch.ones(shape)
+        if len(shape) == 1 and not name.endswith(".A_log"):
+            centered = self.centered and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+            return torch.zeros(shape) if centered else torch.ones(shape)
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        if name.endswith(".A_log"):
+            return torch.rand(shape, generator=generator).mul_(15.99).add_(0.01).log_()
+        if name.endswith("linear_attn.conv1d.weight"):
+            return (2 * torch.rand(shape, generator=generator) - 1) * shape[-1] ** -0.5
         return torch.randn(shape, generator=generator) * self.std

@@ -182,6 +182,11 @@ class Relation:
 
 RELATIONS = (
     Relation(
+        "linear_num_key_heads divides linear_num_value_heads",
+        ("linear_num_key_heads", "linear_num_value_heads"),
+        lambda keys, values: values % keys == 0,
+    ),
+    Relation(
         "num_key_value_heads divides num_attention_heads",
         ("num_key_value_heads", "num_attention_heads"),
         lambda groups, heads: heads % groups == 0,

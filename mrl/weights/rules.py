@@ -16,6 +16,7 @@ from torch import Tensor
 from mrl.errors import ConfigError
 from mrl.parallel import Coordinates, ParallelDims, stage_layers
 from mrl.weights.algebra import KINDS, Shape, Shard, Span, padded_vocab
+from mrl.weights.composites import COMPOSITES
 from mrl.weights.stacks import stored_shapes
 from mrl.weights.table import (
     EMBEDDING,
@@ -302,7 +303,9 @@ def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
     Returns nothing for a sequence classifier of one label: its label has a name of its own.
     """
     before = hf_config.get("architectures") or []
+    other = "ForConditionalGeneration" if hf_config["model_type"] in COMPOSITES else "ForCausalLM"
     after = [name.replace("ForCausalLM", "ForSequenceClassification") for name in before]
+    after = [name.replace(other, "ForSequenceClassification") for name in after]
     if before and before == after and len(hf_config.get("id2label") or ()) == 1:
         return {}
     return {

@@ -135,8 +135,8 @@ OF_DELTA_NETS = (
     *_of(
         "mcore_models/delta_net.py",
         f"{PARITY}[qwen3_5, cp2, packed, size 4]",
-        ("x[layout.order.argsort()]", "x"),
-        ("self._heads_for_tokens(inputs)[layout.order]", "self._heads_for_tokens(inputs)"),
+        ("reorder(heads(whole, layout.chunks), back, order)", "heads(whole, layout.chunks)"),
+        ("reorder(self._heads_for_tokens(inputs), order, back)", "self._heads_for_tokens(inputs)"),
     ),
     *_of(
         "engine/fsdp/delta_net.py",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.errors import ModelError
 from mrl.ops.delta_heads import DeltaHeads
 from mrl.ops.delta_rule import Chunks
 from mrl.ops.kv_cache import CachedStep
@@ -30,6 +31,9 @@ def delta_nets(hf: nn.Module) -> list[nn.Module]:
 def replace_forwards(hf: nn.Module) -> None:
     """Gives each gated delta net of a model `forward` in place of its own."""
     for module in delta_nets(hf):
+        if module.conv1d.bias is not None or module.activation != "silu":
+            why = f"has convolutions with a bias or hidden_act {module.activation!r}, which mrl's rule does not compute"
+            raise ModelError("config.json", why=why, fix="use another model")
         module.forward = types.MethodType(forward, module)
 
 

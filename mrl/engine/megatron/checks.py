@@ -119,9 +119,10 @@ def _check_trained(
     model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], torch.dtype]:
     """Checks MTP layers and the sizes of experts. Returns the model's fields and dtype."""
+    normalized = normalize(dict(hf_config))
     if isinstance(model, TrainedModelConfig) and model.mtp is not None:
-        mtp_layers(hf_config, dims, lora=model.lora is not None)
-    fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+        mtp_layers(normalized, dims, lora=model.lora is not None)
+    fields, dtype = fields_of(normalized), DTYPES[model.dtype]
     check_sizes(engine, fields, dims, dtype)
     return fields, dtype
 

@@ -57,7 +57,7 @@ def run(
     mine = kept.share(requests, coords.dp_rank * dims.cp + coords.cp_rank, replicas)
     schedule = Schedule(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept,
-        recurrent=bool(model.transformer.linear_attention_freq),
+        recurrent=any(model.transformer.linear_attention_freq or ()),
     )  # fmt: skip
     own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
     with own_attention, fp8.disabled(model.chunks), userbuffers.disabled(model.chunks):

@@ -33,7 +33,7 @@ def linear_fields(hf: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(hf["layer_types"]) - {"full_attention", "linear_attention"})
     if unknown:
         why = "layer_types must name full_attention or linear_attention for each layer"
-        raise ModelError("config.json", why=why, fix=f"got {shorten_value(unknown)}")
+        raise ModelError("config.json", why=why, fix=f"got {shorten_value(unknown)}; use engine.backend=fsdp")
     require(hf, "attn_output_gate", (True, None))
     require(hf, "mamba_ssm_dtype", ("float32", None))
     require(hf, "mtp_num_hidden_layers", (0, 1, None))

@@ -5,7 +5,7 @@ from typing import Any
 
 from mrl.weights.families.qwen3_5 import FAMILY as QWEN3_5
 from mrl.weights.families.qwen3_5 import LINEAR, linear_fields
-from mrl.weights.fields import DENSE, EXPERTS, dense_fields, moe_fields
+from mrl.weights.fields import DENSE, EXPERTS, dense_fields, moe_fields, require
 from mrl.weights.table import OWN_MTP, SHARED_GATE, Family, HFConfig, delta_sizes, every_layer, shared_mlp, sparse_mlp
 
 
@@ -14,6 +14,7 @@ def sizes(hf: HFConfig) -> dict[str, int]:
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    require(hf, "norm_topk_prob", (True, None))
     moe = moe_fields(hf, every_layer, normalise=True, shared_ffn=hf["shared_expert_intermediate_size"])
     dense = dense_fields(hf, qk_norm=True, partial_rotary=True, mrope=True)
     return dense | linear_fields(hf) | moe | {"moe_shared_expert_gate": True}
@@ -29,7 +30,7 @@ FAMILY = Family(
     sizes=sizes,
     mtp=OWN_MTP,
     mtp_block="mtp.layers.0.",
-    reads=DENSE | EXPERTS | LINEAR | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    reads=DENSE | EXPERTS | LINEAR | {"moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"},
     carries=QWEN3_5.carries,
     fields=fields,
 )
