@@ -11,9 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from mrl.config.schema import LoraConfig
+from mrl.config.mtp import MTPConfig
+from mrl.config.schema import EngineConfig, LoraConfig, TrainedModelConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
+from mrl.engine.megatron.checks import MegatronChecks
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
 from tests.convert.test_composite import make
 from tests.engine import tiny, tiny_composite
 from tests.engine.contract import make_engine, train
@@ -130,3 +134,25 @@ def test_random_weights_of_the_text_part_have_its_config(tmp_path):
     model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert type(model).__name__ == "Qwen3_5ForCausalLM" and not found["missing_keys"] and not found["unexpected_keys"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    # as transformers starts it: norms of 1 + 0, decays of any head, a convolution of four weights
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert weight.eq(1.0 if "linear_attn" in name else 0.0).all(), name
+        elif name.endswith("dt_bias"):
+            assert weight.eq(1.0).all()
+        elif name.endswith("A_log"):
+            assert weight.exp().min() >= 0.01 and weight.exp().max() <= 16 and weight.std() > 0
+        elif name.endswith("conv1d.weight"):
+            assert 0.4 < weight.abs().max() <= 0.5
+
+
+def test_mtp_layers_of_the_whole_are_found_before_a_run(tmp_path):
+    """config.json of the whole says how many there are in its text part."""
+    folder = tiny_composite.make_composite(str(tmp_path / "in"), "qwen3_5", mtp_num_hidden_layers=1)
+    raw = json.loads((tmp_path / "in" / "config.json").read_text())
+    model, dims = TrainedModelConfig(path=folder, mtp=MTPConfig()), ParallelDims(world_size=2, pp=2)
+    assert "mtp_num_hidden_layers" in raw["text_config"]
+    MegatronChecks.check_anywhere(model, EngineConfig(), dims, raw)
+    raw["text_config"]["mtp_num_hidden_layers"] = 0
+    with pytest.raises(ConfigError, match="mtp_num_hidden_layers of its config.json is 0"):
+        MegatronChecks.check_anywhere(model, EngineConfig(), dims, raw)

@@ -52,6 +52,18 @@ def test_flops_of_experts_count_the_chosen_ones_and_the_router():
     assert flops(moe) - flops(DENSE) == 6 * 4 * (2 * 3 * 8 * 7 + 8 * 6 - 3 * 8 * 10)
 
 
+def test_flops_of_linear_attention_grow_with_tokens_and_not_with_their_square():
+    linear = {
+        "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    inputs = 8 * (2 * 2 * 3 + 4 * 5) + 8 * 4 * 5 + 2 * 8 * 4  # q, k and v, gate, and both rates
+    weights = inputs + 3 * 4 * 3 * 5 + 4 * 5 * 8 + 3 * 8 * 10  # three products with the states, output, MLP
+    weights += 8 * 24 + 2 * (8 * 6) + 12 * 8 + 3 * 8 * 10  # queries with gates, keys and values, output, MLP
+    scores = 2 * 4 * 4 * 4 * 3
+    assert flops(DENSE | linear) == 3 * (2 * weights * 4 + 2 * 8 * 16 * 4 + scores)
+
+
 def test_flops_of_latent_attention_and_shared_experts():
     latent = (
         8 * 5 + 5 * 4 * (3 + 2) + 8 * (6 + 2) + 6 * 4 * (3 + 4) + 4 * 4 * 8
