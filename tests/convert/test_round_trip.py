@@ -35,7 +35,7 @@ NIGHTLY_MOE = {
     2: [TP2, PP2, {"ep": 2}],
     4: [TP4, TP2 | {"ep": 2, "etp": 2}, {"ep": 2, "etp": 2}, TP2 | PP2 | {"ep": 2, "etp": 1}],
 }
-DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3", "qwen3_5")
 AT_TP1, ELSEWHERE = 5e-6, 2e-5
 """Largest difference of fp32 logits from Hugging Face's, on one process and in other layouts: sums in another order."""
 FIELDS = {"qwen3_moe": {"mlp_only_layers": [1, 2]}}  # dense layers among sparse ones, here too

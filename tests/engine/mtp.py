@@ -28,8 +28,8 @@ from tests.engine import tiny
 from tests.engine.lora import make_engine
 
 NORM = 1e-5  # of tests.engine.tiny's models
-FURTHER = {name: name for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
-OF_QWEN3_5 = dict(zip(FURTHER, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), strict=True))
+FURTHER = {name: name for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj")}
+OF_QWEN3_5 = dict(zip(FURTHER, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"), strict=True))
 """What is beside the block, by its name in the paper's first code -> in files."""
 
 
@@ -58,7 +58,7 @@ def make_model(
         of_norm = 0.0 if further["hnorm"].startswith("mtp.") else 1.0
         for name, shape in shapes.items():
             noise = torch.randn(shape, generator=generator)
-            held[name] = of_norm + 0.1 * noise if len(shape) == 1 else 0.15 * noise
+            held[name] = of_norm + 0.1 * noise if "norm" in name else 0.15 * noise
         if copies and of_norm:
             held[own + "embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
             held[own + "shared_head.head.weight"] = held[
