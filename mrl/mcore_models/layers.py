@@ -19,12 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl import patches
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
@@ -33,6 +35,8 @@ from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
 from mrl.mcore_models.mtp import MTPSubmodules
 from mrl.mcore_models.router import Router
 from mrl.ops import devices
+
+patches.check(__name__)  # the method that GatedSelfAttention overrides
 
 
 class RMSNorm(torch.nn.Module):
@@ -200,11 +204,24 @@ def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerB
 def with_delta_nets(config: Config | LatentConfig, layers: list[int], specs: list[ModuleSpec]) -> list[ModuleSpec]:
     """Returns the specs of layers with gated delta nets in place of the attention of those that have one."""
     for i, spec in zip(layers, specs, strict=True):
+        if config.attention_output_gate:
+            spec.submodules.self_attention.module = GatedSelfAttention
         if config.linear_attention_freq and config.linear_attention_freq[i]:
             theirs = spec.submodules.self_attention.submodules
             linears = DeltaSubmodules(in_proj=theirs.linear_qkv, out_proj=theirs.linear_proj)
             spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=linears)
     return specs
+
+
+class GatedSelfAttention(SelfAttention):
+    """Is megatron's attention with a gate on its output.
+
+    megatron compiles the gate (`jit_fuser`, transformer/attention.py, 0.16.1 and 0.19.2). Its kernels are of the shapes
+    that came first, so a resumed run would have other bits than the unbroken one.
+    """
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
 def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:

@@ -59,6 +59,9 @@ LAYOUTS = {
     "ep2": Layout(2, "moe", parallel={"ep": 2}),
     "fsdp dp2": Layout(2, backend="fsdp"),
     "fsdp cp2": Layout(2, backend="fsdp", parallel={"cp": 2}),
+    "delta tp2": Layout(2, "plain delta", parallel={"tp": 2}),
+    "delta cp2": Layout(2, "plain delta", parallel={"cp": 2}),
+    "delta fsdp dp2": Layout(2, "plain delta", backend="fsdp"),
     "lora tp2": Layout(2, parallel={"tp": 2}, lora=LORA),
     "lora ep2": Layout(2, "moe", parallel={"ep": 2}, lora=LORA | {"dropout": 0.0}),  # of experts: no dropout
     "lora fsdp dp2": Layout(2, backend="fsdp", lora=LORA),

@@ -1,6 +1,7 @@
 """A run that is killed by SIGKILL, again and again, and started with the same command is the run that was not killed.
 
-Through the real command line, at 20 seeded moments over six layouts, at least a third of them at a save. Equal: metrics
+Through the real command line, at 20 seeded moments over six layouts, and at 20 over three of gated delta nets, at least a
+third of them at a save. Equal: metrics
 but for timings, the exported files byte by byte, and everything in the last checkpoint: parameters, master weights,
 moments and step count of AdamW (trap 25), schedule (trap 23), RNG of every rank (the models have dropout), position in
 the data (trap 32), all experts on all ranks (trap 33). The processes of a kill are gone before the next start.
@@ -18,6 +19,7 @@ QUICK = {
     "tp2": [Moment("marker", "last rank", 1, 0.0)],
 }
 SEEDED = {"tp1": 4, "tp2": 4, "pp2 tied": 3, "dp2": 3, "ep2": 3, "fsdp dp2": 3}
+SEEDED |= {"delta tp2": 7, "delta cp2": 7, "delta fsdp dp2": 6}
 
 
 def kill_and_compare(folder, inputs, unharmed, name, chosen, **changes):
