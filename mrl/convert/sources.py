@@ -362,7 +362,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     if not mcore and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
             folder,
-            why=f"is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by",
+            why=f"is of backend fsdp and a {hf_config['model_type']!r} model, for whose names there mrl has no table",
             fix="the run writes its own export to hf/ (checkpoint.export_hf)",
         )
     family = as_stored_in(companions, family_for(hf_config))

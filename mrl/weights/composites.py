@@ -31,9 +31,7 @@ and `copies`: names of tensors that are another one again."""
 def composite(text: Family, model_type: str) -> Family:
     """Returns the table of the composite `model_type` with this text part, for files as they are published."""
     carries = (*text.carries, "model.visual.")
-    return dataclasses.replace(
-        text, model_type=model_type, stacks=_stacks(text), prefix=_PREFIX, carries=carries
-    )  # fmt: skip
+    return dataclasses.replace(text, model_type=model_type, stacks=_stacks(text), prefix=_PREFIX, carries=carries)
 
 
 def _stacks(family: Family) -> tuple[Stack, ...]:

@@ -71,8 +71,10 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
             why=f"model_type {shorten_value(raw.get('model_type'))} is not a name",
             fix="it says which family this is",
         )
-    text = raw.get("text_config")
-    if raw["model_type"] in COMPOSITES and isinstance(text, dict):
+    if raw["model_type"] in COMPOSITES:
+        text = raw.get("text_config")
+        if not isinstance(text, dict):  # transformers would make up a whole model
+            raise ModelError(where, why="has no text_config", fix="get the model's config.json again")
         check_fields(text | {"model_type": raw["model_type"]}, where)
     check_fields(raw, where)
     config = _of_transformers(raw, where)
