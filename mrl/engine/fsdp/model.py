@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -253,13 +253,10 @@ class Model:
                 self._fill(stored)
             if not isinstance(self.files, TableFiles):
                 self.files.names = stored.names
-                self._say_carried(stored.names.carried, trains=config.optimizer is not None)
+                if config.optimizer is not None and collective.is_main():
+                    say_carried(type(self.hf).__name__, stored.names.carried)
         if self.adapters is not None:
             self.adapters.fill()
-
-    def _say_carried(self, names: Collection[str], *, trains: bool) -> None:
-        if trains and collective.is_main():
-            say_carried(type(self.hf).__name__, names)
 
     def load_hf(self, path: str) -> None:
         """Fills this rank's shards from another folder of the same tensors."""
