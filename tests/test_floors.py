@@ -18,7 +18,7 @@ PACKAGE = ROOT / "mrl"
 
 FLOORS = {
     "config": 0, "batch": 0, "parallel": 0, "metrics": 0, "metric_names": 0, "errors": 0, "words": 0, "patches": 0, "__init__": 0,
-    "algorithms": 1, "data": 1, "rewards": 1, "weights": 1, "ops": 1,
+    "algorithms": 1, "data": 1, "rewards": 1, "weights": 1, "ops": 1, "kernels": 1,
     "mcore_models": 2,
     "engine": 3,
     "trainers": 4, "roles": 4, "rollout": 4, "convert": 4, "report": 4, "plan": 4, "inference": 4, "serve": 4,
@@ -31,6 +31,7 @@ FENCES = {
     "megatron": ("engine/", "mcore_models/"),
     "transformer_engine": ("mcore_models/",),
     "apex": ("mcore_models/",),
+    "triton": ("kernels/",),
     "plotly": ("report/",),
     "matplotlib": ("report/",),
     "starlette": ("serve/",),

@@ -42,6 +42,7 @@ FLOORS = [
         ("rewards", "functions in", "worker processes"),
         ("weights", "a file for each family,", "read both ways"),
         ("ops", "attention, the cache of", "keys and values, devices"),
+        ("kernels", "Triton, for GPUs;", "one operator each"),
     ]),
     ("words", "no torch.distributed", "#e8ebef", [
         ("config", "typed keys,", "checked before a start"),
