@@ -107,12 +107,13 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
-# transformer-engine's Python modules, which tests/cuda builds over a stub of its C++: beside the venv's packages, so that
-# nothing takes them for a working installation.
+# transformer-engine's Python modules, which tests/cuda builds over a stub of its C++, and fla's, whose kernels tests/kernels
+# interprets: beside the venv's packages, so that nothing takes them for a working installation.
 te-modules: $(TE_STAMP)
 
 $(TE_STAMP): $(STAMP)
-	rm -rf $(VENV)/te
+	rm -rf $(VENV)/te $(VENV)/fla
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(VENV)/fla "$$(grep '^fla-core==' $(CONSTRAINTS) || echo fla-core)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(VENV)/te "$$(grep '^transformer-engine==' $(CONSTRAINTS) || echo transformer-engine)"
 	touch $@
 

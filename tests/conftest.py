@@ -5,10 +5,13 @@ test processes end with the session.
 What hypothesis draws is the same in each run, so that a change is not refused for an example that nobody had drawn before it.
 `make test-nightly` draws anew."""
 
+import os
 import sys
 
 import hypothesis
 import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # for tests/kernels, before any test imports triton
 
 hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", deadline=None, derandomize=False, print_blob=True)

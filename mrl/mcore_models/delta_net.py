@@ -116,7 +116,7 @@ class GatedDeltaNet(MegatronModule):
     def parameters_of_heads(self) -> DeltaHeads:
         weight = self.conv_weight.squeeze(1).unflatten(0, (self.heads, self.mixed))
         a_log, dt_bias = (rate.unflatten(0, (self.heads, self.sharing)) for rate in (self.A_log, self.dt_bias))
-        return DeltaHeads(weight, a_log, dt_bias, self.key)
+        return DeltaHeads(weight, a_log, dt_bias, self.key, self.config.deterministic_mode)
 
     def _attend(self, inputs: Tensor, layout: PackedLayout) -> Tensor:
         """Returns the outputs [T, G, R, V] of this rank's tokens."""

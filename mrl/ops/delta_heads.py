@@ -25,17 +25,19 @@ class DeltaHeads:
     a_log: Tensor  # [G, R]
     dt_bias: Tensor  # [G, R]
     key: int  # K
+    repeatable: bool = False  # as of `chunked_rule`
 
     def part(self, rank: int, ranks: int) -> DeltaHeads:
         """Returns those of one of `ranks` equal parts of the heads."""
         weight, a_log, dt_bias = (p.chunk(ranks)[rank] for p in (self.weight, self.a_log, self.dt_bias))
-        return DeltaHeads(weight, a_log, dt_bias, self.key)
+        return DeltaHeads(weight, a_log, dt_bias, self.key, self.repeatable)
 
     def __call__(self, inputs: Tensor, chunks: Chunks) -> Tensor:
         """Returns outputs [T, G, R, V] in the dtype of the inputs [T, G, 2K + R*V + 2R]."""
         mixed, beta, decay = self._split(inputs)
         mixed = F.silu(CausalConvolution.apply(mixed, self.weight.flatten(0, 1), chunks.positions))
-        return chunked_rule(*self._of_rule(mixed, beta, decay), chunks)[0].to(inputs.dtype)
+        of_rule = self._of_rule(mixed, beta, decay)
+        return chunked_rule(*of_rule, chunks, repeatable=self.repeatable)[0].to(inputs.dtype)
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the input [T, G * (2K + R*V)] of the convolution, and what beta and decay are made of [T, G, R]."""
@@ -83,6 +85,6 @@ class DeltaHeads:
             convolved = torch.cat([part[kernel - 1 :] for part in convolved.split([len(part) for part in parts])])
             of_rule = self._of_rule(convolved, beta[several], decay[several])
             before_them = states[rows].masked_fill(first[:, None, None, None, None], 0)
-            out[several], after = chunked_rule(*of_rule, step.chunks, before_them)
+            out[several], after = chunked_rule(*of_rule, step.chunks, before_them, repeatable=self.repeatable)
             states[rows] = after()
         return out.to(inputs.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrl.kernels import delta_rule as kernels
 from mrl.ops import devices
 
 CHUNK = 64
@@ -38,6 +39,7 @@ class Chunks:
     active: tuple[int, ...]  # sequences that have a first chunk, a second, ...
     by_length: Tensor  # [N] the sequences, longest first
     positions: Tensor  # [T] index of each token in its sequence
+    starts: Tensor  # [N + 1] of the sequences and their end, on the CPU
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
@@ -58,7 +60,8 @@ class Chunks:
         token, place, by_length, positions = (
             devices.tensor_on(device, values) for values in (token, place[:total], by_length, positions)
         )
-        return cls(size, token, place, tuple(active), by_length, positions)
+        starts = torch.from_numpy(np.append(starts_N, total))
+        return cls(size, token, place, tuple(active), by_length, positions, starts)
 
 
 class _Rows(torch.autograd.Function):
@@ -128,13 +131,25 @@ def unit(x: Tensor) -> Tensor:
 
 
 def chunked_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, state: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    chunks: Chunks,
+    state: Tensor | None = None,
+    *,
+    repeatable: bool = False,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Returns outputs [T, G, R, V] and a function that gives the states [N, G, R, K, V] after each sequence, in fp32.
 
     query, key: [T, G, K] of `unit`. value: [T, G, R, V]. decay: [T, G, R], the logarithm of what a state keeps. beta:
-    [T, G, R]. state: before each sequence; zeros without it.
-    """
+    [T, G, R]. state: before each sequence; zeros without it. repeatable: not by kernels that may round apart in
+    another process.
+    """  # fmt: skip
+    if not repeatable and kernels.takes(value):
+        out, after = kernels.chunked_rule(query, key, value, decay, beta, chunks.starts, state)
+        return out, lambda: after
     in_chunks = [
         _Rows.apply(x.float(), chunks.token, chunks.place).unflatten(0, (-1, chunks.size)).movedim(1, -2)
         for x in (query * query.shape[-1] ** -0.5, key, value, decay[..., None], beta[..., None])

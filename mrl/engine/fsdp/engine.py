@@ -41,9 +41,10 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
+from mrl.kernels import delta_rule
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
-from mrl.weights.hf_config import changes_to_text, read_hf_config
+from mrl.weights.hf_config import changes_to_text, normalize, read_hf_config
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -80,6 +81,17 @@ class FSDPEngine(FSDPChecks, BaseEngine):
     @property
     def dp_size(self) -> int:
         return dist.get_world_size(self.group)
+
+    @property
+    def notes(self) -> list[str]:
+        return delta_rule.notes(self.chosen)
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        types = normalize(read_hf_config(self.config.model.path)).get("layer_types") or ()
+        if self.device.type != "cuda" or "linear_attention" not in types:
+            return {}
+        return {delta_rule.NAME: delta_rule.choice(DTYPES[self.config.model.dtype])}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
+from mrl.kernels import delta_rule
 from mrl.mcore_models import cpu_stand_in
 from mrl.ops import devices
 from mrl.weights.accounting import copies_of
@@ -111,12 +112,16 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     @property
     def notes(self) -> list[str]:
         lines = choice_lines(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
+        lines += delta_rule.notes(self.chosen)
         return lines if self.device.type == "cuda" else lines[1:]  # a CPU has one spec
 
     @property
     def chosen(self) -> dict[str, str]:
-        experts = self.model.experts
-        return {"layer_spec": self.model.spec} | ({} if experts is None else {"experts": experts})
+        found = {"layer_spec": self.model.spec, "experts": self.model.experts}
+        if self.device.type == "cuda" and any(self.model.transformer.linear_attention_freq or ()):
+            repeatable = self.model.transformer.deterministic_mode
+            found[delta_rule.NAME] = delta_rule.choice(self.model.dtype, repeatable=repeatable)
+        return {name: value for name, value in found.items() if value is not None}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
