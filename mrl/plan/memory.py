@@ -66,6 +66,7 @@ class RolePlan:
     forward: tuple[RankFigures, ...]  # of each stage in forward passes without gradients
     spec: str = "local"  # of the layers that are planned on backend megatron: local, or te
     sampling: tuple[RankFigures, ...] = ()  # of each stage where it samples itself: its layers on as many prompt tokens
+    gathered: int = 0  # bytes of weights that backend fsdp keeps gathered over a mini-batch
 
     @property
     def stages(self) -> tuple[RankFigures, ...]:
@@ -82,7 +83,8 @@ def plan_role(
         trains = config.optimizer is not None
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
         stages = (sharded.figures(config, dims),) if trains else ()
-        return RolePlan(role, model, config, dims, stages, forward)
+        gathered = sharded.bytes_over_a_mini_batch(config, dims, gpu.memory)
+        return RolePlan(role, model, config, dims, stages, forward, gathered=gathered)
     spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
     given, config = config, _as_experts_multiply(config, spec, gpu.capability)
     trained: tuple[RankFigures, ...] = ()
@@ -227,9 +229,10 @@ def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> MemoryUse:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights, gradients = figures.parameters + figures.buffers + _copies(phase, plan, stage), figures.gradients
-    if plan.config.engine.fsdp.defer_sync and phase.kind != "sample":  # of a mini-batch, whole
-        weights += sharded.gathered_bytes(plan.config)
-        gradients = 4 * sharded.trained_elements(plan.config)
+    if phase.kind != "sample":
+        weights += plan.gathered
+        if plan.config.engine.fsdp.defer_sync:  # of a mini-batch, whole
+            gradients = 4 * sharded.trained_elements(plan.config)
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return MemoryUse(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)

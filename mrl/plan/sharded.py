@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mrl.config.schema import RoleConfig
+from mrl.engine.fsdp import precision
 from mrl.engine.fsdp.shapes import shapes_of
 from mrl.engine.megatron.meta import Buffer, RankFigures
 from mrl.mcore_models.layer_spec import DTYPES
@@ -31,9 +32,16 @@ def figures(config: RoleConfig, dims: ParallelDims) -> RankFigures:
 
 
 def gathered_bytes(config: RoleConfig) -> int:
-    """Returns bytes of the whole model in the dtype that it computes in."""
-    item = DTYPES[config.model.dtype].itemsize
-    return sum(shape.held(1) for shape in shapes_of(config)[0]) * item
+    """Returns bytes of the whole model in the dtypes that it computes in."""
+    return sum(shape.held(1) * shape.gathered for shape in shapes_of(config)[0])
+
+
+def bytes_over_a_mini_batch(config: RoleConfig, dims: ParallelDims, gpu_memory: int) -> int:
+    """Returns bytes of the weights that stay gathered over a mini-batch; 0 if blocks are gathered one at a time."""
+    gathered, shards = gathered_bytes(config), dims.world_size // config.engine.fsdp.replicate
+    if config.engine.fsdp.defer_sync or precision.stays_gathered(gathered, shards, gpu_memory):
+        return gathered
+    return 0
 
 
 def trained_elements(config: RoleConfig) -> int:

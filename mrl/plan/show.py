@@ -65,6 +65,8 @@ def _picture(role: RolePlan) -> Iterator[str]:
     if sharded:
         copies = role.config.engine.fsdp.replicate
         yield f"  every tensor in {dims.world_size // copies} shards, {pluralize(copies, 'copy', 'copies')}"
+        if role.gathered:
+            yield f"  weights gathered once a mini-batch, {units.size(role.gathered)} on every rank"
         return
     ranks = dims.world_size // dims.pp
     rows = [(f"stage {i}", f"ranks {i * ranks}-{(i + 1) * ranks - 1}", _held(role, i)) for i in range(dims.pp)]

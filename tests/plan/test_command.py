@@ -278,6 +278,11 @@ def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
     whole = next(one for one in deferred["phases"] if one["phase"] == "update of the critic")
     assert whole["gradients"] == pytest.approx(4 * update["gradients"], rel=0.01)  # of four ranks
     assert whole["parameters"] - update["parameters"] == whole["gradients"] / 2  # in bfloat16
+    words = (*words, "critic.engine.fsdp.replicate=4")  # a rank holds the whole, and keeps it gathered
+    told = [json.loads(plan(*words, *key, "--json").stdout) for key in ((), ("critic.engine.fsdp.defer_sync=true",))]
+    alone, deferred = (next(p for p in one["phases"] if p["phase"] == "update of the critic") for one in told)
+    assert alone == deferred and alone["parameters"] - update["parameters"] > whole["gradients"]
+    assert "weights gathered once a mini-batch, " in plan(*words).stdout
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         deferred = self.config.engine.fsdp.defer_sync
         with (
             self.offload.used(*kinds), self.generators.installed(), torch.set_grad_enabled(not forward_only),
-            self.model.keep_gathered() if deferred else contextlib.nullcontext(),
+            self.model.keep_gathered() if deferred or self.model.stays_gathered else contextlib.nullcontext(),
         ):  # fmt: skip
             for number, indices in enumerate(order, 1):
                 if deferred:

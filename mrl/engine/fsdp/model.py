@@ -93,6 +93,10 @@ class Model:
         self.activations = wrap_blocks(hf, config.engine)
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
         in_fp32 = precision.modules_of(hf, kept, compiled=config.engine.fsdp.compile)
+        itemsizes = precision.gathered_itemsizes(hf, config.model.dtype, in_fp32)
+        gathered = sum(p.numel() * size for p, size in zip(hf.parameters(), itemsizes, strict=True))
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        self.stays_gathered = precision.stays_gathered(gathered, dist.get_world_size(mesh.shard_group), memory)
         self.module = _sharded(hf, config, mesh.weights, in_fp32)
         # only now is there memory, for this rank's shards alone: until here all is on the meta device
         self.module.to_empty(device=device)
@@ -158,11 +162,12 @@ class Model:
 
     @contextlib.contextmanager
     def keep_gathered(self) -> Iterator[None]:
-        """Keeps what a forward gathers for the next one, inside the context: the whole model on every rank.
+        """Keeps what a pass gathers for the next one, inside the context: the whole model on every rank.
 
         An error drops the gradients that were summed since.
         """
         self.module.set_reshard_after_forward(False)
+        self.module.set_reshard_after_backward(False)
         try:
             yield
         except BaseException:

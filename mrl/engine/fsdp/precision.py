@@ -7,7 +7,7 @@ embeddings in fp32, and a cast at a block's entry would round them in silence.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from mrl.engine.fsdp.blocks import blocks_of
 from mrl.errors import ConfigError, ModelError
 
 FLOAT32 = MixedPrecisionPolicy()
+
+SHARE_OF_MEMORY = 1 / 16
+"""Most of a GPU's memory that weights may take to stay gathered. In bfloat16 it is a ninth of the state with Adam."""
 
 
 def policy_of(dtype: str) -> MixedPrecisionPolicy:
@@ -56,6 +59,21 @@ def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: boo
         )
     ids, blocks = {id(p) for p in kept.values()}, {id(block) for block in blocks_of(hf)}
     return list(_outermost(hf, "", ids, blocks, hf.config.model_type))
+
+
+def gathered_itemsizes(hf: nn.Module, dtype: str, in_fp32: Sequence[nn.Module]) -> list[int]:
+    """Returns the bytes of an element of each parameter as it is gathered. in_fp32: as `modules_of` returns."""
+    exact = {id(p) for module in in_fp32 for p in module.parameters()}
+    return [4 if dtype == "float32" or id(p) in exact else 2 for p in hf.parameters()]
+
+
+def stays_gathered(gathered_bytes: int, shards: int, gpu_memory: int | None) -> bool:
+    """Returns whether weights stay gathered over a mini-batch though `engine.fsdp.defer_sync` is false.
+
+    They do if one rank holds all shards: then it gathers only copies of its own. The copies may take
+    `SHARE_OF_MEMORY`. shards: ranks that hold one copy of the model. gpu_memory: in bytes; None on a CPU.
+    """
+    return shards == 1 and (gpu_memory is None or gathered_bytes <= SHARE_OF_MEMORY * gpu_memory)
 
 
 def _outermost(module: nn.Module, name: str, kept: set[int], blocks: set[int], model_type: str) -> Iterator[nn.Module]:

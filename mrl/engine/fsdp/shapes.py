@@ -21,6 +21,7 @@ class Shape:
     row: int  # elements of a row
     itemsize: int  # bytes of an element, as it is held between passes
     trains: bool
+    gathered: int = 4  # bytes of an element, as modules compute with it
 
     def held(self, ranks: int) -> int:
         """Returns the elements of a rank's shard, padding included: each has memory for as many rows."""
@@ -38,14 +39,17 @@ def shapes_of(config: RoleConfig) -> tuple[list[Shape], int]:
     hf = build(config, raw)
     if config.head == "value":
         with_value_head(hf, checked=raw["model_type"] not in FAMILIES)
+    kept = precision.fp32_parameters(hf, config.model.dtype)
     trained = {id(p) for p in hf.parameters() if p.requires_grad}
     if config.model.lora is not None:
-        adapters = Adapters(hf, config, precision.fp32_parameters(hf, config.model.dtype).values())
+        adapters = Adapters(hf, config, kept.values())
         trained = {id(p) for p in adapters.trained().values()}
     if config.optimizer is None:
         trained = set()
+    in_fp32 = precision.modules_of(hf, kept, compiled=config.engine.fsdp.compile)
+    gathered = precision.gathered_itemsizes(hf, config.model.dtype, in_fp32)
     shapes = [
-        Shape(p.shape[0] if p.dim() else 1, math.prod(p.shape[1:]), p.element_size(), id(p) in trained)
-        for p in hf.parameters()
+        Shape(p.shape[0] if p.dim() else 1, math.prod(p.shape[1:]), p.element_size(), id(p) in trained, size)
+        for p, size in zip(hf.parameters(), gathered, strict=True)
     ]
     return shapes, sum(b.numel() * b.element_size() for b in hf.buffers())
