@@ -34,6 +34,7 @@ from mrl.ops.causal import causal_attention
 from mrl.ops.delta_rule import Chunks
 from mrl.ops.kv_cache import CachedStep
 from mrl.ops.masked import ScoreRule
+from mrl.ops.packed import has_packed_kernel, packed_attention, runs_of
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
@@ -79,16 +80,7 @@ class PackedLayout(PackedSeqParams):
     def runs(self) -> list[tuple[int, int, int]]:
         """Returns runs of neighbouring sequences of equal length, over all cp ranks: (first position, how many, length
         of each)."""
-        runs: list[tuple[int, int, int]] = []
-        start = 0
-        for length in self.padded_lengths:
-            if runs and runs[-1][2] == length:
-                first, count, _ = runs[-1]
-                runs[-1] = (first, count + 1, length)
-            else:
-                runs.append((start, 1, length))
-            start += length
-        return runs
+        return runs_of(self.padded_lengths)
 
     @functools.cached_property
     def inverse(self) -> Tensor:
@@ -185,6 +177,10 @@ class SdpaAttention(MegatronModule):
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
         runs = packed_seq_params.runs
+        dropout = self.dropout if self.training else 0.0
+        if len(runs) > 1 and has_packed_kernel(query, value, self.scoring, dropout):
+            places, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            return packed_attention(query, key, value, places, longest, self.scoring).flatten(1).unsqueeze(1)
         # split, because the gradient of each slice would be as long as the micro-batch
         split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
         for (_, count, length), *run in zip(runs, *split, strict=True):

@@ -96,12 +96,10 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, window: int | None
     ) -> Tensor:
-        run = _on_cpu if query.is_cpu else _on_cuda
+        run = on_cpu if query.is_cpu else _on_cuda
         out, sums, state = run(query, key, value, scale, window)
         if sinks is not None:
-            with_sinks = torch.logaddexp(sums, sinks.to(sums.dtype).view(1, -1, 1))
-            out = (out * torch.exp(sums - with_sinks)[..., None]).to(out.dtype)
-            sums = with_sinks
+            sums = add_sinks(out, sums, sinks)
         ctx.scale, ctx.window = scale, window
         ctx.save_for_backward(query, key, value, out, sums, sinks, *state)
         return out
@@ -109,17 +107,28 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums, sinks, *state = ctx.saved_tensors
-        run = _back_on_cpu if query.is_cpu else _back_on_cuda
+        run = back_on_cpu if query.is_cpu else _back_on_cuda
         grads = run(grad, query, key, value, out, sums, state, ctx.scale, ctx.window)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # the softmax's own derivative, with a value of zero: -p_sink * (grad . out)
-            share = torch.exp(sinks.to(sums.dtype).view(1, -1, 1) - sums)
-            of_sinks = -(share * (grad.to(sums.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            of_sinks = sinks_gradient(grad, out, sums, sinks)
         return *grads, of_sinks, None, None
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor, list]:
+def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Changes attention [N, H, Q, V] in place to that with sinks [H]. Returns the sums [N, H, Q] with them."""
+    with_sinks = torch.logaddexp(sums, sinks.to(sums.dtype).view(1, -1, 1))
+    out *= torch.exp(sums - with_sinks)[..., None]
+    return with_sinks
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the softmax's own derivative, with a value of zero: -p_sink * (grad . out)."""
+    share = torch.exp(sinks.to(sums.dtype).view(1, -1, 1) - sums)
+    return -(share * (grad.to(sums.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor, list]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     all_parts, mask = key_ranges(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
     outs, all_sums = [], []
@@ -137,7 +146,7 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
     return (first * outs[0] + second * outs[1]).to(query.dtype), sums, []
 
 
-def _back_on_cpu(
+def back_on_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, state: list, scale: float,
     window: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -174,7 +183,7 @@ def _masks(window: int | None, dtype: torch.dtype) -> Callable[[KeyRange], Tenso
     return of
 
 
-def _causal_and_sides(window: int | None) -> tuple[bool, dict[str, int]]:
+def causal_and_sides(window: int | None) -> tuple[bool, dict[str, int]]:
     """Returns whether flash-attn is to be causal, and how far it looks to the left and right, as torch's varlen_attn
     says it.
 
@@ -186,7 +195,7 @@ def _causal_and_sides(window: int | None) -> tuple[bool, dict[str, int]]:
 def _on_cuda(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, list]:
-    causal, sides = _causal_and_sides(window)
+    causal, sides = causal_and_sides(window)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, sums, *state, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale, **sides
@@ -198,7 +207,7 @@ def _back_on_cuda(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, state: list, scale: float,
     window: int | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    causal, sides = _causal_and_sides(window)
+    causal, sides = causal_and_sides(window)
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, query, key, value, out))
     grads = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, sums, None, None, q.shape[1], k.shape[1], 0.0, causal, *state, scale=scale, **sides

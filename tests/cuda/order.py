@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ATTENTION = {
     f"_{kind}_attention_backward"
     for kind in ("flash", "efficient", *(f"scaled_dot_product_{name}" for name in ("flash", "efficient", "cudnn")))
-}
+} | {"packed_attention_backward"}
 """A gradient of queries is added to by every block of keys, unless `torch.use_deterministic_algorithms` is on."""
 ATOMIC = {
     "index_add", "index_add_", "index_reduce", "index_reduce_", "scatter_reduce", "scatter_reduce_", "put_", "histc",

@@ -182,6 +182,23 @@ def test_attentions_memory_grows_with_the_length(worker, options):
     assert long < 2.1 * short, f"{short / 2**20:.0f} MiB at {length} tokens, {long / 2**20:.0f} MiB at {2 * length}"
 
 
+RAGGED = tuple(range(100, 140))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 128}, {"sinks": True}, {"sinks": True, "window": 4}], ids=str)
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_sequences_of_any_lengths_are_one_call(worker, backend, options):
+    found = worker.call("tests.cuda.local_attention:operators", RAGGED, backend, **options)
+    assert found == {"packed_attention": 1, "packed_attention_backward": 1}
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"value_size": 64}, {"size": 60, "value_size": 60}], ids=str)
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_what_no_packed_kernel_takes_goes_length_by_length(worker, backend, options):
+    found = worker.call("tests.cuda.local_attention:operators", RAGGED, backend, **options)
+    assert "packed_attention" not in found and set(found.values()) <= {len(RAGGED)}, found
+
+
 PREFILL = 4096  # rollout.prefill_tokens
 
 

@@ -73,7 +73,7 @@ def inputs_are_cut_once() -> None:
         assert ins.tokens.shape == ins.positions.shape and ins.labels.numel() == ins.tokens.numel()
         rows, length = ins.tokens.shape[0], ins.tokens.shape[1] * group.size()
         assert rows == (1 if packed else max(1, len(lengths))) and length % group.size() == 0
-        assert not packed or sum(ins.document_lengths) == length
+        assert not packed or sum(ins.documents.lengths) == length
         trained = torch.zeros(ins.tokens.numel(), dtype=torch.bool)
         trained[ins.trained if ins.trained is not None else slice(None)] = True
         for own, whole in (

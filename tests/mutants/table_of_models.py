@@ -141,7 +141,7 @@ OF_DELTA_NETS = (
     *_of(
         "engine/fsdp/delta_net.py",
         "engine/test_contract.py::test_more_layouts[fsdp-documents_do_not_see_each_other-qwen3_5]",
-        ("if document_lengths is None else list(document_lengths)", "if True else []"),
+        ("if documents is None else list(documents.lengths)", "if True else []"),
     ),
     *_of(
         "weights/algebra.py",

@@ -13,8 +13,7 @@ A mask is kept as its rule (`DocumentMask`). Arguments are refused if they are n
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from mrl.errors import ModelError
 from mrl.ops.causal import causal_attention
 from mrl.ops.kv_cache import CachedStep
 from mrl.ops.masked import ScoreRule
+from mrl.ops.packed import Documents, has_packed_kernel, packed_attention, runs_of
 
 NAME = "mrl_documents"
 NO_CONTEXT_PARALLEL = Ulysses()
@@ -57,8 +57,6 @@ def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap:
     return DocumentMask(chunk=local_size) if chunked else DocumentMask(window=local_size)
 
 
-# The lengths of documents decide what it does. No two micro-batches have the same, and each would compile anew.
-@torch.compiler.disable
 def document_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -72,7 +70,7 @@ def document_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    document_lengths: Sequence[int] | None = None,
+    documents: Documents | None = None,
     ulysses: Ulysses = NO_CONTEXT_PARALLEL,
     cached_step: CachedStep | None = None,
     **others: object,
@@ -80,20 +78,52 @@ def document_attention(
     """Returns attention [R, L, H, D], by transformers' interface. query: [R, H, L, D]; key, value: [R, G, L, D].
 
     sliding_window: read only if the model makes no mask. softcap, s_aux: [H], as `softcap` and `sinks` of `ScoreRule`.
-    document_lengths: of the documents in the one row, in order; None if a row is one document.
+    documents: those in the one row, in order; None if a row is one document.
     ulysses: the ranks that share the rows. Each then gives and gets its own positions, and has all heads' sinks.
     cached_step: in generation, the documents of the one row and the keys and values before them.
     """
     mask = _rule(module, attention_mask, sliding_window, is_causal, others)
     scoring = ScoreRule(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, s_aux, softcap)
+    if cached_step is None and ulysses.size == 1:
+        attended = _in_one_call(query, key, value, scoring, mask, dropout, documents)
+        if attended is not None:
+            return attended, None
+    return _by_length(module, query, key, value, mask, scoring, dropout, documents, ulysses, cached_step), None
+
+
+def _in_one_call(
+    query: Tensor, key: Tensor, value: Tensor, scoring: ScoreRule, mask: DocumentMask, dropout: float,
+    documents: Documents | None,
+) -> Tensor | None:  # fmt: skip
+    """Returns attention [1, L, H, D] of a row of documents, or None if no kernel takes them as they are."""
+    if documents is None:
+        return None
+    total = documents.total
+    assert query.shape[0] == 1 and total == query.shape[2], (
+        f"documents of {total} tokens in {query.shape[0]} rows of {query.shape[2]}"
+    )
+    # documents of one length are one call of torch's own attention, too
+    several = torch.compiler.is_compiling() or documents.ragged
+    if not several or mask.chunk is not None or not has_packed_kernel(query, value, scoring, dropout):
+        return None
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return packed_attention(q, k, v, documents.places, documents.longest, scoring)[None]
+
+
+# The lengths of documents decide what it does. No two micro-batches have the same, and each would compile anew.
+@torch.compiler.disable
+def _by_length(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, scoring: ScoreRule,
+    dropout: float, documents: Documents | None, ulysses: Ulysses, cached_step: CachedStep | None,
+) -> Tensor:  # fmt: skip
     if cached_step is not None:
         if mask.chunk is not None:
             raise ModelError(_refused(module, "has attention in chunks, with which nothing is generated yet"))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
-        return cached_step.attend(module.layer_idx, q, k, v, scoring).flatten(1, 2)[None], None
-    if s_aux is not None:
-        scoring = dataclasses.replace(scoring, sinks=ulysses.own_heads(s_aux))
+        return cached_step.attend(module.layer_idx, q, k, v, scoring).flatten(1, 2)[None]
+    if scoring.sinks is not None:
+        scoring = dataclasses.replace(scoring, sinks=ulysses.own_heads(scoring.sinks))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chunks = (t.split(mask.chunk or max(1, t.shape[2]), dim=2) for t in (q, k, v))
@@ -101,26 +131,22 @@ def document_attention(
         return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2)
 
     def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_per_document(attend, q, k, v, document_lengths)
+        attended = _in_one_call(q, k, v, scoring, mask, dropout, documents)
+        return attend_per_document(attend, q, k, v, documents) if attended is None else attended
 
-    return ulysses.attend(whole_rows, query, key, value), None
+    return ulysses.attend(whole_rows, query, key, value)
 
 
 def attend_per_document(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
 ) -> Tensor:
-    """Calls `attend` with one document's tensors after the other. Returns [R, L, H, D]. lengths: None if a row is
+    """Calls `attend` with one document's tensors after the other. Returns [R, L, H, D]. documents: None if a row is
     one."""
-    if lengths is None:
+    if documents is None:
         return attend(query, key, value)
-    assert query.shape[0] == 1 and sum(lengths) == query.shape[2], (
-        f"documents of {sum(lengths)} tokens in {query.shape[0]} rows of {query.shape[2]}"
-    )
-    outputs, start = [], 0
-    for length, run in itertools.groupby(lengths):  # neighbours of equal length are one batch
-        count = len(list(run))
+    outputs = []
+    for start, count, length in runs_of(documents.lengths):  # neighbours of equal length are one batch
         of_run = slice(start, start + count * length)
-        start = of_run.stop
         # [1, heads, count * length, D] -> [count, heads, length, D]
         parts = [t[0, :, of_run].unflatten(1, (count, length)).transpose(0, 1) for t in (query, key, value)]
         outputs.append(attend(*parts).flatten(0, 1))

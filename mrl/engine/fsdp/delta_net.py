@@ -9,7 +9,6 @@ Dimensions: `R` rows, `L` places of a row on this rank, `H` hidden size, `G` key
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from mrl.errors import ModelError
 from mrl.ops.delta_heads import DeltaHeads
 from mrl.ops.delta_rule import Chunks
 from mrl.ops.kv_cache import CachedStep
+from mrl.ops.packed import Documents
 
 PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
 
@@ -42,7 +42,7 @@ def forward(
     module: nn.Module,
     hidden_states: Tensor,
     *,
-    document_lengths: Sequence[int] | None = None,
+    documents: Documents | None = None,
     ulysses: Ulysses | None = None,
     cached_step: CachedStep | None = None,
     **_: object,
@@ -68,7 +68,7 @@ def forward(
             """Returns [R, L, G, R*V] of whole rows [R, G, L, ...], by this rank's heads."""
             count, _heads, length, _channels = rows.shape
             mine = parameters if of_ranks.group is None else parameters.part(of_ranks.group.rank(), of_ranks.size)
-            lengths = [length] * count if document_lengths is None else list(document_lengths)
+            lengths = [length] * count if documents is None else list(documents.lengths)
             of_rows = mine(rows.transpose(1, 2).flatten(0, 1), Chunks.of(lengths, rows.device))
             return of_rows.flatten(2).unflatten(0, (count, length))
 

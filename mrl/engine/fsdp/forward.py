@@ -21,6 +21,7 @@ from mrl.engine.fsdp.rotary import LengthDependentRotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.vision import Images
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden, top_log_probs
+from mrl.ops.packed import Documents
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
@@ -49,7 +50,7 @@ class ModelInputs:
     positions: Tensor  # [R, L/C]; [3, R, L/C] of a model that reads images
     labels: Tensor  # [R * L/C] or [R * L/C, K]
     trained: Tensor | None  # which of these places count in the loss; None for all
-    document_lengths: list[int] | None  # of the documents in the one packed row of L places, None when padded
+    documents: Documents | None  # in the one packed row of L places; None when padded
     places: Tensor | None
     """[T] where each real token lies in the R * L places of all ranks; None where one rank has these and no others."""
     ulysses: Ulysses
@@ -118,7 +119,7 @@ def prepare(
         positions=to_device(own["positions"], device),
         labels=to_device(own["labels"].flatten(-2).movedim(-1, 0), device),
         trained=None if counts.all() else to_device(counts.nonzero()[:, 0], device),
-        document_lengths=documents,
+        documents=None if documents is None else Documents.of(documents, device),
         places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else to_device(places, device),
         ulysses=ulysses,
         images=None if reads_images is None else vision.images_of(reads_images, batch, own["features"], device),
@@ -130,7 +131,7 @@ def prepare(
 def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
     """Returns [R * L/C, H]: the input of the output layer for each place of this rank."""
     options: dict[str, Any] = {"position_ids": inputs.positions}
-    options |= {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
+    options |= {} if inputs.documents is None else {"documents": inputs.documents}
     options |= {"ulysses": inputs.ulysses} if inputs.ulysses.size > 1 else {}
     if inputs.images is None:
         by_lengths = contextlib.nullcontext() if inputs.rotary is None else inputs.rotary.by_lengths(inputs.lengths)

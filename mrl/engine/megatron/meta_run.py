@@ -95,6 +95,7 @@ _ATTENTION = {  # operator -> index of its queries, whether heads come before po
     "_scaled_dot_product_efficient_attention": (0, True, 2),
     "_scaled_dot_product_efficient_attention_backward": (1, True, 5),
     "_flash_attention_forward": (0, False, 2), "_flash_attention_backward": (1, False, 5),
+    "packed_attention": (0, False, 2), "packed_attention_backward": (1, False, 5),
 }  # fmt: skip
 
 
@@ -103,9 +104,12 @@ def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
 
     The backward pass has five, because it makes the scores again.
     """
-    first, heads_first, products = _ATTENTION[func._schema.name.removeprefix("aten::")]
+    first, heads_first, products = _ATTENTION[func._overloadpacket.__name__]
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     q, k, v = args[first : first + 3]
+    if q.dim() == 3:  # packed: what is computed depends on lengths that shapes do not tell; as if all were equal
+        pairs = q.shape[0] ** 2 / (named["places"].shape[0] - 1) / 2
+        return products * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
     heads, queries = (q.shape[1], q.shape[2]) if heads_first else (q.shape[2], q.shape[1])
     keys = k.shape[2] if heads_first else k.shape[1]
     seen = keys - queries / 2 if named.get("is_causal") else keys
