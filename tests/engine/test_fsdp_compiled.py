@@ -1,4 +1,4 @@
-"""torch.compile of a transformers block with packed documents: one graph, attention in it, for documents of any lengths."""
+"""torch.compile of a transformers layer with packed documents: one graph, attention in it, for documents of any lengths."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROWS = [[5, 9, 2], [4, 4, 7, 1], [3, 8], [20, 3, 3, 3, 2], [6, 6], [7, 8, 9]]
 
 
 @pytest.fixture(params=["llama", "mistral", "gpt_oss"], ids=["plain", "windows", "windows and sinks"])
-def block(request, folder):
-    """The forward of a model's first block, and what the model gives it with a row of documents."""
+def layer(request, folder):
+    """The forward of a model's first attention layer, and what the model gives it with a row of documents."""
     hf = AutoModelForCausalLM.from_pretrained(folder(request.param))
     hf.set_attn_implementation(attention.NAME)
-    first, given = blocks_of(hf)[0], []
+    first, given = blocks_of(hf)[0].self_attn, []
 
     def inputs(lengths):
         hook = first.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
@@ -27,24 +27,24 @@ def block(request, folder):
         documents = Documents.of(lengths, torch.device("cpu"))
         hf.model(input_ids=positions + 3, position_ids=positions, documents=documents, use_cache=False)
         hook.remove()
-        (hidden, *others), options = given.pop()
-        return hidden.detach(), others, options
+        others, options = given.pop()
+        return options.pop("hidden_states").detach(), others, options
 
     torch._dynamo.reset()
     return first.forward, inputs
 
 
-def test_attention_breaks_no_graph(block):
-    forward, inputs = block
+def test_attention_breaks_no_graph(layer):
+    forward, inputs = layer
     hidden, others, options = inputs(ROWS[0])
     found = torch._dynamo.explain(forward)(hidden, *others, **options)
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
     assert sum(node.target is torch.ops.mrl.packed_attention.default for node in found.graphs[0].graph.nodes) == 1
 
 
-def test_other_lengths_are_not_compiled_anew(block):
+def test_other_lengths_are_not_compiled_anew(layer):
     """Three versions serve all: numbers of the first call, then symbols in two steps."""
-    forward, inputs = block
+    forward, inputs = layer
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(forward, backend=counter)
     for row in ROWS:
