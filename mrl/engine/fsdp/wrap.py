@@ -31,8 +31,9 @@ def wrap_blocks(hf: nn.Module, engine: EngineConfig) -> ActivationOffload | None
     lists = block_lists(hf)
     if engine.fsdp.compile:
         _check_compiler()
-        # blocks of one class share their code; of each there may be several versions, as for windows of attention
-        limit = 4 * sum(map(len, lists))
+        # Blocks of one class share their code. Of each there may be several versions: for windows of attention, passes
+        # without gradients, and until tokens, documents and their longest length each are symbols.
+        limit = 8 * sum(map(len, lists))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     offload = ActivationOffload() if "activations" in engine.offload else None
     for blocks in lists:
