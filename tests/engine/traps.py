@@ -84,7 +84,9 @@ def split_parameters_say_so(config: RoleConfig) -> None:
         degree = engine.model.dims.etp if rule.expert is not None else engine.model.dims.tp
         if degree > 1:
             assert split == (rule.axis is not None), f"{rule.mcore}: tensor_model_parallel is {split}"
-        expected = rule.expert is None or engine.model.dims.ep == 1  # False: reduced over the replicas of its experts
+        dims = engine.model.dims
+        # False: reduced over the replicas of its experts, which optim.py marks where they are others than the rest's
+        expected = rule.expert is None or (dims.ep == 1 and dims.etp == dims.tp)
         assert getattr(p, "allreduce", True) == expected, rule.mcore
 
 
