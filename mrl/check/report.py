@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import transformers
 
 from mrl.check.bounds import BOUNDS
 from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
+from mrl.doctor.examine import examine
+from mrl.errors import UserError
 from mrl.launch.preflight import quiet
+from mrl.trainers.run_directory import git_states, versions
 from mrl.trainers.waits import WaitWatch
 from mrl.weights.json_file import plain_data
 
@@ -93,9 +97,10 @@ class Terminal(Listener):
         return f"{line}  {'first' if is_first else verdict}"
 
 
-def run_and_show(*, as_json: bool, **given: Any) -> bool:
-    """Checks and prints. Returns whether something was compared and nothing differs."""
+def run_and_show(*, as_json: bool, save: str | None = None, **given: Any) -> bool:
+    """Checks and prints. Returns whether something was compared and nothing differs. save: a file for `saved_data`."""
     asked = CheckOptions(**given)
+    file = None if save is None else _new_file(save)
     transformers.utils.logging.disable_progress_bar()
     terminal = Terminal(dtype=asked.dtype, shows=not as_json)
     try:
@@ -103,6 +108,10 @@ def run_and_show(*, as_json: bool, **given: Any) -> bool:
             report = check(asked, terminal)
     finally:
         terminal.close()
+    if file is not None:
+        file.write_text(json.dumps(saved_data(report, asked), indent=1) + "\n")
+        if not as_json:
+            echo(f"saved    {file}: attach it to an issue")
     if as_json:
         echo(json.dumps(as_data(report, asked)))
         return not (report.wrong or report.nothing)
@@ -140,6 +149,28 @@ def as_data(report: Report, asked: CheckOptions) -> dict[str, Any]:
         "dtype": asked.dtype, "bounds": plain_data(BOUNDS[asked.dtype]),
         "about": [{"name": name, "text": text} for name, text in report.header], "batch": report.batch, "rows": rows,
     }  # fmt: skip
+
+
+def saved_data(report: Report, asked: CheckOptions) -> dict[str, Any]:
+    """Returns what --save writes: the report, and what somebody elsewhere needs to read it. No name of the host."""
+    machine = {key: value for key, value in examine().as_json().items() if key != "host"}
+    words = {"config": Path(asked.config_path).name, "overrides": list(asked.overrides), "layouts": asked.layouts}
+    limits = {"cut": asked.cut, "nproc": asked.nproc, "tokens": asked.tokens}
+    return {
+        "asked": words | limits, "versions": versions(), "git": git_states(), "machine": machine,
+        "check": as_data(report, asked),
+    }  # fmt: skip
+
+
+def _new_file(name: str) -> Path:
+    """Returns the path of --save, which can be written. The check takes minutes, so this is asked before it."""
+    file = Path(name)
+    try:
+        file.touch()
+    except OSError as error:
+        fix = "name a file in a folder that exists"
+        raise UserError("--save", name, f"cannot be written: {error.strerror}", fix) from error
+    return file
 
 
 def _numbers(row: CheckRow) -> dict[str, Any] | None:

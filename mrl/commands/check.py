@@ -29,7 +29,8 @@ COMMAND = Command(
         mrl check sft.yaml --layouts tp2,pp2xvpp2,dp2
         mrl check dpo.yaml --layouts tp2,dp2
         mrl check grpo.yaml --layouts tp2 --cut layers=4,width=256
-        mrl check sft.yaml engine.backend=fsdp --against first --json""",
+        mrl check sft.yaml engine.backend=fsdp --against first --json
+        mrl check sft.yaml --save check.json""",
     run=run,
     params=(
         CONFIG,
@@ -59,6 +60,10 @@ COMMAND = Command(
         Option(
             names="--tokens", kind="number", minimum=16,
             help="Tokens of the batch, about; default: some seconds' worth.",
+        ),
+        Option(
+            names="--save", kind="path", metavar="FILE",
+            help="Also write the machine, versions, numbers and verdicts to FILE, to attach to an issue.",
         ),
         JSON,
     ),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from mrl import cli
 from mrl.commands.check import COMMAND
 from mrl.commands.sft import SFT
+from mrl.trainers.run_directory import versions
 from tests.check.works import make_configs
 
 EXAMPLES = [line.strip() for line in textwrap.dedent(COMMAND.examples).strip().splitlines()]
@@ -56,6 +59,7 @@ def test_every_example_of_the_help_runs(place, monkeypatch, line):
     else:
         assert "\nthe same: " in done.stdout and "DIFFERENT" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
+    (place / "check.json").unlink(missing_ok=True)  # of --save
     assert sorted(path.name for path in place.iterdir()) == [
         "dpo.yaml",
         "eval.jsonl",
@@ -119,3 +123,34 @@ def test_a_command_brings_what_is_checked(place, monkeypatch):
     assert done.stderr == (
         "mrl: sft.yaml: is a config of mrl sft, which mrl check has no step for; give one of mrl ppo, mrl dpo, mrl rm\n"
     )
+
+
+@pytest.mark.slow
+def test_save_writes_what_somebody_elsewhere_needs(place, monkeypatch, tmp_path):
+    """The rows of --json, with machine, versions and words, in a file that names neither the host nor the folder."""
+    file = tmp_path / "check.json"
+    done = mrl(place, f"mrl check {place}/sft.yaml seed=3 --layouts dp1,tp2 --save {file} --json", monkeypatch)
+    assert done.exit_code == 0, done.output
+    saved = json.loads(file.read_text())
+    assert saved["check"] == json.loads(done.stdout)
+    assert [(row["layout"], row["verdict"]) for row in saved["check"]["rows"]] == [("dp1", "same"), ("tp2+sp", "same")]
+    assert saved["asked"]["overrides"] == ["seed=3"] and saved["asked"]["config"] == "sft.yaml"
+    assert saved["versions"] == versions()
+    titles = [section["title"] for section in saved["machine"]["sections"]]
+    assert "GPUs" in titles and "host" not in saved["machine"] and socket.gethostname() not in saved["machine"].values()
+
+
+def test_a_file_that_cannot_be_written_is_said_before_the_check(place, monkeypatch):
+    done = mrl(place, "mrl check sft.yaml --save gone/check.json", monkeypatch)
+    assert done.exit_code == 2 and '--save: value "gone/check.json" cannot be written' in done.output, done.output
+
+
+def test_the_template_asks_for_the_file():
+    """The template is for GitHub; its command and layouts are those that the command takes."""
+    template = yaml.safe_load((Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/layout.yml").read_text())
+    asked = {part["id"]: part for part in template["body"] if "id" in part}
+    assert "--save" in asked["file"]["attributes"]["description"] and asked["file"]["validations"]["required"]
+    shown = template["body"][0]["attributes"]["value"]
+    line = next(line for line in shown.splitlines() if "mrl check" in line and "--save" in line)
+    assert {word for word in line.split() if word.startswith("--")} <= {param.names for param in COMMAND.params[2:]}
+    assert template["name"] in (Path(__file__).parents[2] / "docs/check.md").read_text()

@@ -278,9 +278,10 @@ def measure(row: Row, folder: str, reference: str, adapter: str | None, device: 
         if step == 0:
             name = "log_probs" if row.head == "lm" else "values"
             log_probs = engine.unshard_data({name: predictions[name]}, batch)[name]
-            gradients = dict(engine.hf_gradients())
+            gradients = {name: tensor.cpu() for name, tensor in engine.hf_gradients()}
         losses.append(loss), norms.append(float(engine.optimizer_step())), engine.lr_scheduler_step()
-    weights = dict(engine.hf_weights() if adapter is None else engine.adapter_weights())
+    trained = engine.hf_weights() if adapter is None else engine.adapter_weights()
+    weights = {name: tensor.cpu() for name, tensor in trained}
     if not engine.is_main:
         return None
     return compare(
@@ -298,9 +299,12 @@ def batch_of(row: Row) -> Batch:
 
 
 def config_of(row: Row, folder: str, device: str = "cpu"):
+    """On a GPU layers are local: transformer-engine multiplies fp32 by TF32, and has no attention in it for all models."""
+    spec = {"layer_spec": "local"} if device == "cuda" and row.backend == "megatron" else {}
     return tiny.role(
         folder, device=device, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
         recompute=row.recompute, recompute_every=row.recompute_every, fsdp=row.fsdp, head=row.head, model={"lora": lora_of(row)},
+        **spec,
     )  # fmt: skip
 
 
@@ -377,17 +381,26 @@ def line(row: Row, outcome: Outcome | str) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
-    parser.add_argument("--only", default="", help="rows whose text contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose text contains one of these")
+    parser.add_argument(
+        "--several-gpus", action="store_true", help="rows that need several GPUs, and ran over NCCL on no machine yet"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all ranks on one GPU")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    wanted = options.only
     from tests.engine import parity_rows as rows
 
+    chosen = [
+        row
+        for row in (rows.SEVERAL_GPUS if options.several_gpus else rows.ALL)
+        if any(text in str(row) for text in options.only)
+    ]
+    if not chosen:
+        parser.error(f"--only: no row has {' or '.join(options.only)}")
     failed = 0
     print(HEADER)
-    for row, outcome in Table(options.device).run([row for row in rows.ALL if wanted in str(row)]):
+    for row, outcome in Table(options.device).run(chosen):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()

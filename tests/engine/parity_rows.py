@@ -427,3 +427,17 @@ ALL = (
     *ROWS, *NIGHTLY_ROWS, *FSDP_ROWS, *FSDP_NIGHTLY_ROWS, *LORA_ROWS, *FSDP_LORA_ROWS, *FSDP_NIGHTLY_LORA_ROWS,
     *NIGHTLY_LORA_ROWS, *EXTERNAL_ROWS,
 )  # fmt: skip
+
+OVER_NCCL = {
+    "llama": {"tp2xpp2", "cp2xdp2"},
+    "mixtral": {"dp4xep4", "tp2+spxpp2"},
+    "qwen3_moe": {"pp2", "pp2xdp2xep2"},
+    "deepseek_v3": {"tp2+sp", "dp2xep2", "cp2", "tp2+spxpp2xdp2xep2"},
+    "deepseek_v3 yarn": {"pp2"},
+    "gpt_oss": {"tp2+spxetp1", "dp2xep2", "cp2", "pp2"},
+}
+"""Model -> layouts that one GPU has not shown yet (docs/evidence/h100.md)."""
+
+SEVERAL_GPUS = tuple(
+    row for row in ALL if row.backend == "megatron" and row.lora is None and row.layout in OVER_NCCL.get(row.model, ())
+)

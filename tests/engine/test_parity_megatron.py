@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import GRADIENT, LOSS, Row, Table
-from tests.engine.parity_rows import NIGHTLY_ROWS, ROWS, first_rows, next_rows
+from tests.engine.parity_rows import NIGHTLY_ROWS, OVER_NCCL, ROWS, SEVERAL_GPUS, first_rows, next_rows
 from tests.tiers import in_tiers
 
 PROMISED_LAYOUTS = (
@@ -42,3 +42,9 @@ def test_the_table_has_rows_with_this_many_micro_batches(count):
     rows = [row for row in ROWS if row.size is not None and row.degrees.get("dp", 1) == 1]
     counts = {(row.layout == "dp1", row.sequences // row.size) for row in rows}
     assert {(True, count), (False, count)} <= counts
+
+
+def test_the_rows_for_several_gpus_are_all_there():
+    named = {(model, layout) for model, layouts in OVER_NCCL.items() for layout in layouts}
+    assert {(row.model, row.layout) for row in SEVERAL_GPUS} == named
+    assert all(row.world_size > 1 for row in SEVERAL_GPUS)
