@@ -1,0 +1,77 @@
+"""Registers Triton kernels as torch operators, and says which tensors they take.
+
+An operator has two parts. `outputs`, torch alone, allocates its results; fake tensors and torch.compile need no more.
+The launcher, in a module that imports triton, fills them. That module is imported at the first launch.
+
+    rms_norm = launch.operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", LAUNCHERS, outputs)
+
+Autograd does not see inside an operator, so a `torch.autograd.Function` calls one in each direction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("mrl", "FRAGMENT")
+_interpreted = False
+
+
+# triton 3.7 makes its launchers with the environment's CC, else gcc, else clang (runtime/build.py)
+_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+CAN_COMPILE = _COMPILER is not None and importlib.util.find_spec("triton") is not None
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Returns whether this package computes `x`: on CUDA if Triton can compile, or in a test inside `interpreted`."""
+    return x.is_cuda and CAN_COMPILE or _interpreted and x.is_cpu
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Runs the kernels on CPU tensors by Triton's interpreter, inside the context. For tests.
+
+    TRITON_INTERPRET=1 must be set before anything imports triton, whose own functions become kernels there.
+    """
+    global _interpreted
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
+    _interpreted = True
+    try:
+        yield
+    finally:
+        _interpreted = False
+
+
+def operator(schema: str, launchers: str, outputs: Callable[..., Any]) -> Any:
+    """Defines an operator of torch.ops.mrl and returns it. Callers give all arguments by position.
+
+    schema: as `torch.library.Library.define` takes it. launchers: the module with a function of the operator's name,
+    which is called with the arguments and then the outputs. outputs: called with the arguments, allocates a tensor, a
+    tuple of tensors, or nothing (None) if the operator writes into its arguments.
+    """
+    name = schema.partition("(")[0]
+
+    @functools.cache
+    def launcher() -> Callable[..., None]:
+        return getattr(importlib.import_module(launchers), name)
+
+    def run(*args: Any) -> Any:
+        made = outputs(*args)
+        results = () if made is None else made if isinstance(made, tuple) else (made,)
+        launcher()(*args, *results)
+        return made
+
+    _library.define(schema)
+    for device in ("CUDA", "CPU"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"mrl::{name}", outputs, lib=_library)
+    return getattr(torch.ops.mrl, name).default
