@@ -1,0 +1,22 @@
+"""Every test here runs kernels on CPU tensors, by Triton's interpreter; tests/conftest.py sets TRITON_INTERPRET."""
+
+import pytest
+import torch
+
+from mrl.kernels import launch
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="the CPU build of torch has no triton")
+    convert = interpreter._convert_float
+
+    def rounded(numbers, source, target, mode):
+        """Rounds to the nearest bfloat16, as a GPU does. The interpreter of triton 3.7 cuts the last bits off."""
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(numbers, source, target, mode)
+        return torch.tensor(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    with launch.interpreted():
+        yield

@@ -1,0 +1,222 @@
+"""The kernels of layers against torch's formulas, on CPU tensors under Triton's interpreter.
+
+In fp32, values and gradients are as near to fp64 as torch's own, within a factor of 4 and a unit in the last place. In
+bfloat16, values are those of Hugging Face's modules: a sum in another order may move a number by one unit, and few do.
+Gradients are computed in fp32 from the same numbers and rounded once, so they may differ by the rounding of the
+products between, 2^-7 of the largest.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrl.kernels import layers
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def numbers(*shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def outcome(function, inputs, dtype, layout=None):
+    """Returns the values and the gradients of a function, as one list, at leaves of `dtype` that hold `inputs`."""
+    leaves = [x.to(dtype if x.dtype == torch.float64 else x.dtype).detach().clone().requires_grad_() for x in inputs]
+    given = leaves if layout is None else [layout(x) for x in leaves]
+    values = function(*given)
+    values = list(values) if isinstance(values, tuple) else [values]
+    upper = [numbers(*v.shape, seed=9 + i).to(v.dtype) for i, v in enumerate(values)]
+    return values + list(torch.autograd.grad(values, leaves, upper))
+
+
+def compare(kernel, plain, inputs, dtype, layout=None):
+    """plain: torch's formula, which rounds as Hugging Face's modules."""
+    found, expected = (outcome(f, inputs, dtype, layout) for f in (kernel, plain))
+    exact = outcome(plain, [x.double() for x in inputs], torch.float64, layout)
+    values = len(found) - len(inputs)
+    for i, (ours, theirs, true) in enumerate(zip(found, expected, exact, strict=True)):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if not ours.numel():
+            continue
+        largest = true.abs().max()
+        if dtype == torch.float32:
+            own, torchs = ((t.double() - true).abs().max() for t in (ours, theirs))
+            assert own <= 4 * torchs + 2**-22 * largest
+        elif i < values:
+            difference = (ours.double() - theirs.double()).abs()
+            assert (difference <= 2**-7 * theirs.double().abs()).all() and (difference != 0).double().mean() < 0.01
+        else:
+            assert (ours.double() - theirs.double()).abs().max() <= 2**-7 * largest
+    return found
+
+
+# -- RMSNorm -----------------------------------------------------------------------------------------------------------
+
+
+def plain_norm(eps, centered):
+    def norm(x, weight):
+        wide = x if x.dtype == torch.float64 else x.float()
+        unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if centered:
+            return (unit * (1 + weight.to(wide.dtype))).to(x.dtype)
+        return weight * unit.to(x.dtype)
+
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 7, 4, 16), (2, 3, 5000), (700, 1, 24), (1, 1), (0, 1, 32)], ids=str)
+def test_norms(shape, centered, dtype):
+    def kernel(x, weight):
+        return layers.rms_norm(x, weight, 1e-6, centered)
+
+    inputs = [numbers(*shape), numbers(shape[-1], seed=1, scale=0.2) + (0 if centered else 1)]
+    if shape == (1, 1):  # the gradient of one number's norm is all but zero
+        inputs[0] = inputs[0] * 1e-3
+    compare(kernel, plain_norm(1e-6, centered), inputs, dtype)
+
+
+def test_a_weights_gradient_is_summed_over_all_programs(monkeypatch):
+    from mrl.kernels import layer_launchers
+
+    monkeypatch.setattr(layer_launchers, "PROGRAMS", 3)
+    inputs = [numbers(1000, 24), numbers(24, seed=1)]
+    compare(lambda x, w: layers.rms_norm(x, w, 1e-6), plain_norm(1e-6, False), inputs, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_a_part_of_a_tensor(dtype):
+    """As keys are: every few heads of one product; and as transposed heads, which are copied."""
+    for layout in (lambda x: x if x.dim() == 1 else x[:, :, 4:5], lambda x: x if x.dim() == 1 else x.transpose(0, 1)):
+        inputs = [numbers(6, 3, 5, 16), numbers(16, seed=1)]
+        compare(lambda x, w: layers.rms_norm(x, w, 1e-5), plain_norm(1e-5, False), inputs, dtype, layout)
+
+
+def test_norms_take_what_fits():
+    x, weight = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    assert layers.norm_fits(x, weight)
+    assert not layers.norm_fits(x, weight.float())
+    assert not layers.norm_fits(x, weight[:4])
+
+
+# -- rotary embedding --------------------------------------------------------------------------------------------------
+
+
+def plain_turn(x, cos, sin):
+    """Turns x [.., T, H, D], as `apply_rotary_pos_emb` of transformers does, with channels that do not turn."""
+    cos, sin, turned = cos[..., None, :], sin[..., None, :], cos.shape[-1]
+    x, rest = x[..., :turned], x[..., turned:]
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([x * cos + torch.cat([-b, a], dim=-1) * sin, rest], dim=-1)
+
+
+def angles(*shape, equal=True):
+    half = numbers(*shape[:-1], shape[-1] // 2, seed=5, scale=3.0)
+    return torch.cat([half, half if equal else half + 1], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "rows, heads, size, turned",
+    [((7,), (4, 2), 16, 16), ((2, 5), (3, 1), 24, 24), ((5,), (6, 6), 20, 8), ((0,), (2, 2), 8, 8)],
+)
+@pytest.mark.parametrize("equal", [True, False])
+def test_queries_and_keys_turn(rows, heads, size, turned, equal, dtype):
+    of = angles(*rows, turned, equal=equal)
+    q, k = (numbers(*rows, n, size, seed=n) for n in heads)
+
+    def plain(q, k):
+        cos, sin = of.cos().to(q.dtype), of.sin().to(q.dtype)
+        return plain_turn(q, cos, sin), plain_turn(k, cos, sin)
+
+    def kernel(q, k):
+        return layers.rotary(q, k, of.cos().to(q.dtype), of.sin().to(q.dtype))
+
+    compare(kernel, plain, [q, k], dtype)
+
+
+def test_rows_share_angles_and_heads_may_lie_apart():
+    """As transformers has them: [R, H, T, D] that a transposition made, and cosines [1, T, D]."""
+    of = angles(1, 5, 16)
+    cos, sin = of.cos(), of.sin()
+    q, k = numbers(3, 4, 5, 16), numbers(3, 2, 5, 16, seed=1)
+
+    def kernel(q, k):
+        return layers.rotary(q.transpose(1, 2), k.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype))
+
+    def plain(q, k):
+        return tuple(plain_turn(x.transpose(1, 2), cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k))
+
+    compare(kernel, plain, [q, k], torch.float32)
+
+
+# -- SwiGLU ------------------------------------------------------------------------------------------------------------
+
+
+def plain_swiglu(x, up=None, weights=None):
+    gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
+    out = torch.nn.functional.silu(gate) * up
+    return out if weights is None else (out * weights).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 50), (2, 3, 5000), (0, 1, 32)], ids=str)
+def test_swiglu_of_one_tensor(shape, dtype):
+    compare(layers.swiglu, plain_swiglu, [numbers(*shape, scale=3.0)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_of_two_tensors(dtype):
+    gate, up = numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)
+    compare(layers.swiglu, plain_swiglu, [gate, up], dtype)
+    compare(layers.swiglu, plain_swiglu, [gate, up], dtype, layout=lambda x: x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_with_the_routers_weights(dtype):
+    """They are fp32 whatever x is, and their gradient too."""
+    weights = numbers(6, 1, seed=2).abs().float()
+
+    def kernel(x, weights):
+        return layers.swiglu(x, weights=weights)
+
+    def plain(x, weights):
+        return plain_swiglu(x, weights=weights)
+
+    compare(kernel, plain, [numbers(6, 3000, scale=2.0), weights], dtype)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def test_operators_are_registered_as_torch_asks():
+    """Schemas hold, and fake tensors have the shapes, dtypes and strides of real ones."""
+    x, weight, half = torch.randn(3, 8), torch.randn(8), torch.randn(3, 1)
+    q, k, cos = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 8)
+    calls = {
+        "rms_norm": (x, weight, 1e-6, False),
+        "rms_norm_backward": (x, x, weight, 1e-6, True),
+        "rotary": (q, k, cos, cos, False),
+        "swiglu": (x, x, half),
+        "swiglu_backward": (x, x, x, half, True),
+    }
+    for name, args in calls.items():
+        torch.library.opcheck(getattr(torch.ops.mrl, name).default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_is_compiled_has_no_graph_break():
+    def step(x, weight, q, k, cos):
+        out = layers.swiglu(layers.rms_norm(x, weight, 1e-6))
+        return out.sum() + sum(t.square().sum() for t in layers.rotary(q, k, cos, cos.flip(0)))
+
+    def inputs():
+        made = [numbers(*s, seed=i).float() for i, s in enumerate([(3, 8), (8,), (3, 4, 8), (3, 2, 8), (3, 8)])]
+        return [x.requires_grad_(i < 4) for i, x in enumerate(made)]
+
+    plain, compiled = inputs(), inputs()
+    step(*plain).backward()
+    torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled).backward()
+    for a, b in zip(plain[:4], compiled[:4], strict=True):
+        assert torch.equal(a.grad, b.grad)
