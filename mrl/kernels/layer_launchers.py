@@ -5,8 +5,6 @@ Kernels compute in fp32. Sizes of a model are compiled in; numbers of rows are n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -36,11 +34,12 @@ def _blocks(size: int, most: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x: Any, weight: Any, out: Any, rows: Any, step: Any,
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, step: tl.tensor,
     EPS: tl.constexpr, CENTERED: tl.constexpr, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ) -> None:  # fmt: skip
     row, column = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None], tl.arange(0, B)[None, :]
-    mask, dtype = (row < rows) & (column < N), out.dtype.element_ty
+    mask = (row < rows) & (column < N)
+    dtype = out.dtype.element_ty
     numbers = tl.load(x + row * step + column, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
     unit = numbers * tl.rsqrt(tl.sum(numbers * numbers, 1) / N + EPS)[:, None]
@@ -50,7 +49,8 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _norm_backward_kernel(
-    grad: Any, x: Any, weight: Any, grad_x: Any, sums: Any, rows: Any, blocks: Any, grad_step: Any, step: Any,
+    grad: tl.tensor, x: tl.tensor, weight: tl.tensor, grad_x: tl.tensor, sums: tl.tensor, rows: tl.tensor,
+    blocks: tl.tensor, grad_step: tl.tensor, step: tl.tensor,
     EPS: tl.constexpr, CENTERED: tl.constexpr, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ) -> None:  # fmt: skip
     program, column = tl.program_id(0).to(tl.int64), tl.arange(0, B)[None, :]
@@ -73,7 +73,9 @@ def _norm_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _sum_kernel(sums: Any, out: Any, programs: Any, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr) -> None:
+def _sum_kernel(
+    sums: tl.tensor, out: tl.tensor, programs: tl.tensor, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+) -> None:
     column = tl.program_id(0) * B + tl.arange(0, B)
     total = tl.zeros([R, B], dtype=tl.float32)
     for start in range(0, programs, R):
@@ -113,11 +115,13 @@ def rms_norm_backward(
 
 @triton.jit
 def _turn(
-    x: Any, out: Any, head_step: Any, cos: Any, sin: Any, partner: Any, turned: Any,
+    x: tl.tensor, out: tl.tensor, head_step: tl.tensor, cos: tl.tensor, sin: tl.tensor, partner: tl.tensor,
+    turned: tl.tensor,
     H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ) -> None:  # fmt: skip
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, B)[None, :]
-    mask, dtype = (head < H) & (channel < D), out.dtype.element_ty
+    mask = (head < H) & (channel < D)
+    dtype = out.dtype.element_ty
     here = tl.load(x + head * head_step + channel, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(x + head * head_step + partner, mask=mask & turned, other=0.0).to(tl.float32)
     # each product is rounded, as torch's are
@@ -127,8 +131,8 @@ def _turn(
 
 @triton.jit(do_not_specialize=["angles"])
 def _rotary_kernel(
-    q: Any, k: Any, cos: Any, sin: Any, out_q: Any, out_k: Any, angles: Any,
-    q_step: Any, q_head: Any, k_step: Any, k_head: Any,
+    q: tl.tensor, k: tl.tensor, cos: tl.tensor, sin: tl.tensor, out_q: tl.tensor, out_k: tl.tensor, angles: tl.tensor,
+    q_step: tl.tensor, q_head: tl.tensor, k_step: tl.tensor, k_head: tl.tensor,
     HQ: tl.constexpr, BQ: tl.constexpr, HK: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
     TURNED: tl.constexpr, BACK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -161,10 +165,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, out_q: Te
 
 @triton.jit
 def _swiglu_kernel(
-    gate: Any, up: Any, weights: Any, out: Any, gate_step: Any, up_step: Any,
+    gate: tl.tensor, up: tl.tensor, weights: tl.tensor, out: tl.tensor, gate_step: tl.tensor, up_step: tl.tensor,
     N: tl.constexpr, R: tl.constexpr, B: tl.constexpr, WEIGHTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, dtype = tl.program_id(0).to(tl.int64), out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    dtype = out.dtype.element_ty
     for start in range(0, N, B):
         column = start + tl.arange(0, B)
         mask = column < N
@@ -178,11 +183,13 @@ def _swiglu_kernel(
 
 @triton.jit
 def _swiglu_backward_kernel(
-    grad: Any, gate: Any, up: Any, weights: Any, grad_gate: Any, grad_up: Any, grad_weights: Any,
-    grad_step: Any, gate_step: Any, up_step: Any, out_step: Any,
+    grad: tl.tensor, gate: tl.tensor, up: tl.tensor, weights: tl.tensor, grad_gate: tl.tensor, grad_up: tl.tensor,
+    grad_weights: tl.tensor,
+    grad_step: tl.tensor, gate_step: tl.tensor, up_step: tl.tensor, out_step: tl.tensor,
     N: tl.constexpr, R: tl.constexpr, B: tl.constexpr, WEIGHTED: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, dtype = tl.program_id(0).to(tl.int64), grad_gate.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    dtype = grad_gate.dtype.element_ty
     total = tl.zeros([B], dtype=tl.float32)
     for start in range(0, N, B):
         column = start + tl.arange(0, B)
