@@ -110,6 +110,24 @@ class CacheLayout(PackedSeqParams):
         return cls(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, step=step, positions=positions)
 
 
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Says how far the channels of a model's heads turn at each position."""
+
+    inverse: Tensor  # [R / 2] frequencies
+    scale: float  # of cosines and sines
+
+    def cos_sin(self, layout: PackedLayout | CacheLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [T, R] each, of channels half of R apart. A layout keeps them for all layers."""
+        known = layout.__dict__.setdefault("cos_sin", {})
+        if dtype not in known:
+            assert layout.positions is not None
+            angles = torch.outer(layout.positions.to(self.inverse.dtype), self.inverse)
+            angles = torch.cat([angles, angles], dim=-1)
+            known[dtype] = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        return known[dtype]
+
+
 def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Tensor:
     """Returns the positions [T] in the whole micro-batch of the tokens of `cp_rank`, in that rank's order."""
     parts, start = [], 0
@@ -181,8 +199,9 @@ class SdpaAttention(MegatronModule):
         if len(runs) > 1 and has_packed_kernel(query, value, self.scoring, dropout):
             places, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             return packed_attention(query, key, value, places, longest, self.scoring).flatten(1).unsqueeze(1)
-        # split, because the gradient of each slice would be as long as the micro-batch
-        split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
+        # split, because the gradient of each slice would be as long as the micro-batch; that of a split is a copy
+        sizes = [count * length for _, count, length in runs]
+        split = ((t,) if len(runs) == 1 else t.split(sizes) for t in (query, key, value))
         for (_, count, length), *run in zip(runs, *split, strict=True):
             q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in run)  # [count, heads, length, D]
             parts.append(self._causal(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))

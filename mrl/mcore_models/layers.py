@@ -27,8 +27,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl import patches
+from mrl.kernels import launch
+from mrl.kernels import layers as kernels
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.attention import SdpaAttention, Turns
 from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.delta_net import DeltaSubmodules, GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
@@ -55,6 +57,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        if kernels.norm_fits(x, self.weight):
+            return kernels.rms_norm(x, self.weight, self.eps, self.centered)
         weight = self.weight.float() + 1 if self.centered else self.weight
         if x.dtype == torch.float32:
             if x.is_cpu:
@@ -213,7 +217,33 @@ def with_delta_nets(config: Config | LatentConfig, layers: list[int], specs: lis
     return specs
 
 
-class GatedSelfAttention(SelfAttention):
+class TurningSelfAttention(SelfAttention):
+    """Is megatron's attention, which turns queries and keys by one kernel where there is one.
+
+    megatron makes cosines and sines again in every layer, for queries and for keys.
+    """
+
+    turns: Turns  # of the model, set by build
+    _layout: Any = None  # of the forward at hand, if it turns here
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Any, packed_seq_params: Any, **others: Any) -> Any:
+        here = launch.uses_triton(hidden_states) and not self.config.apply_rope_fusion
+        self._layout = packed_seq_params if here else None
+        return super().forward(
+            hidden_states, rotary_pos_emb=None if here else rotary_pos_emb, packed_seq_params=packed_seq_params,
+            **others,
+        )  # fmt: skip
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        query, key, *rest = super().get_query_key_value_tensors(*args, **options)
+        layout, self._layout = self._layout, None
+        if layout is not None:
+            cos, sin = self.turns.cos_sin(layout, query.dtype)
+            query, key = (t.unsqueeze(1) for t in kernels.rotary(query.squeeze(1), key.squeeze(1), cos, sin))
+        return query, key, *rest
+
+
+class GatedSelfAttention(TurningSelfAttention):
     """Is megatron's attention with a gate on its output.
 
     megatron compiles the gate (`jit_fuser`, transformer/attention.py, 0.16.1 and 0.19.2). Its kernels are of the shapes
@@ -254,6 +284,7 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
         return _with_our_router(spec)
     attention = spec.submodules.self_attention
     norms = _over_heads(config) or ({"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {})
+    attention.module = TurningSelfAttention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
     return _with_our_router(spec)
 
