@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from tests.cuda import order, run
+from tests.cuda import fake, order, run  # before torch: fake.py says what torch is here
+
+import torch  # isort: skip
 from tests.cuda.cases import Case
 
 
 def count(case: Case) -> dict[str, int]:
+    """Of the Megatron engine."""
+    return _counted(lambda: run.run(case))
+
+
+def count_of_transformers(family: str) -> dict[str, int]:
+    """Of a tiny transformers model in bfloat16, as backend fsdp builds it."""
+    from transformers import AutoModelForCausalLM
+
+    from mrl.engine.fsdp import fused
+    from tests.engine import tiny
+
+    config = tiny.config_of(family)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    fused.use_kernels(hf)  # which looks at numbers
+
+    def step() -> None:
+        with fake.Fake():
+            hf.to_empty(device="cuda")
+            tokens = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
+            hf(input_ids=tokens, use_cache=False).logits.sum().backward()
+
+    return _counted(step)
+
+
+def _counted(call: Callable[[], Any]) -> dict[str, int]:
     found: Counter[str] = Counter()
     dispatch = order.Unordered.__torch_dispatch__
 
@@ -19,7 +48,7 @@ def count(case: Case) -> dict[str, int]:
 
     order.Unordered.__torch_dispatch__ = counted
     try:
-        run.run(case)
+        call()
     finally:
         order.Unordered.__torch_dispatch__ = dispatch
     return dict(found)

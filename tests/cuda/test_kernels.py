@@ -1,4 +1,4 @@
-"""Layers of the local spec call mrl's kernels on CUDA tensors: one operator in each direction, angles once a micro-batch."""
+"""Layers of the local spec and of transformers call mrl's kernels on CUDA tensors: one operator in each direction. Angles are made once a micro-batch."""
 
 from __future__ import annotations
 
@@ -58,5 +58,17 @@ def test_latent_attention(worker):
 
 def test_gated_attention_and_delta_nets(worker):
     """Qwen3.5: norms by 1 + weight. A delta net's gated norm is torch's."""
-    found = worker.call("tests.cuda.operators:count", Case(DELTA, layers=2, micro_batches=1, changes={"full_attention_interval": 2}))
+    found = worker.call(
+        "tests.cuda.operators:count", Case(DELTA, layers=2, micro_batches=1, changes={"full_attention_interval": 2})
+    )
     assert (found["rms_norm"], found["rotary"], found["swiglu"]) == (2 * 2 + 2 + 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "family, norms, mlps", [("qwen3", 2 * 4 + 1, 2), ("llama", 2 * 2 + 1, 2), ("gemma2", 2 * 4 + 1, 0)]
+)
+def test_models_of_transformers(worker, family, norms, mlps):
+    found = worker.call("tests.cuda.operators:count_of_transformers", family)
+    assert (found["rms_norm"], found["rms_norm_backward"], found["rotary"]) == (norms, norms, 2 * 2)
+    assert (found.get("swiglu", 0), found.get("swiglu_backward", 0)) == (mlps, mlps)
+    assert (found["cos"], found["sin"], found.get("rsqrt", 0)) == (1, 1, 0)
