@@ -74,15 +74,19 @@ def _norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _sum_kernel(
-    sums: tl.tensor, out: tl.tensor, programs: tl.tensor, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-) -> None:
+    sums: tl.tensor, out: tl.tensor, programs: tl.tensor,
+    ADDS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+) -> None:  # fmt: skip
     column = tl.program_id(0) * B + tl.arange(0, B)
     total = tl.zeros([R, B], dtype=tl.float32)
     for start in range(0, programs, R):
         row = (start + tl.arange(0, R))[:, None]
         mask = (row < programs) & (column < N)[None, :]
         total += tl.load(sums + row * N + column[None, :], mask=mask, other=0.0)
-    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < N)
+    result = tl.sum(total, 0)
+    if ADDS:
+        result += tl.load(out + column, mask=column < N, other=0.0).to(tl.float32)
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < N)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool, out: Tensor) -> None:
@@ -95,8 +99,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool, out: Tensor)
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, centered: bool, grad_x: Tensor, grad_weight: Tensor
-) -> None:
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, centered: bool, main_grad: Tensor | None,
+    grad_x: Tensor, grad_weight: Tensor,
+) -> None:  # fmt: skip
     (grad, grad_step), (x, step) = _rows(grad), _rows(x)
     rows, size = x.shape
     blocks = _blocks(size, BLOCK)
@@ -107,7 +112,8 @@ def rms_norm_backward(
         _norm_backward_kernel[(programs,)](
             grad, x, weight, grad_x, sums, rows, each, grad_step, step, EPS=eps, CENTERED=centered, N=size, **blocks
         )
-    _sum_kernel[(triton.cdiv(size, 32),)](sums, grad_weight, programs, N=size, R=64, B=32)
+    adds, out = main_grad is not None, grad_weight if main_grad is None else main_grad
+    _sum_kernel[(triton.cdiv(size, 32),)](sums, out, programs, ADDS=adds, N=size, R=64, B=32)
 
 
 # -- rotary embedding --------------------------------------------------------------------------------------------------

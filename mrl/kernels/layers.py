@@ -35,23 +35,36 @@ _rms_norm = launch.operator(
     lambda x, weight, eps, centered: _dense(x),
 )
 _rms_norm_backward = launch.operator(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool centered) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool centered, Tensor(a!)? main_grad)"
+    " -> (Tensor, Tensor)",
     _LAUNCHERS,
-    lambda grad, x, weight, eps, centered: (_dense(x), torch.empty_like(weight)),
+    lambda grad, x, weight, eps, centered, main_grad: (_dense(x), torch.empty_like(weight)),
 )
 
 
 class RMSNormFunction(torch.autograd.Function):
+    """Adds the weight's gradient to `main_grad`, megatron's buffer, if the weight has one: the sum stays in fp32.
+
+    The mark `grad_added_to_main_grad` then tells megatron's hook that the gradient that comes out is none
+    (distributed/distributed_data_parallel.py, 0.16.1 and 0.19.2).
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        # a hook on saved tensors, as of offloaded activations, gives back an alias without these attributes
+        ctx.parameter = weight if hasattr(weight, "main_grad") and ctx.needs_input_grad[1] else None
         ctx.options = eps, centered
         return _rms_norm(x, weight, eps, centered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return *_rms_norm_backward(grad, x, weight, *ctx.options), None, None
+        buffer = None if ctx.parameter is None else ctx.parameter.main_grad
+        of_x, of_weight = _rms_norm_backward(grad, x, weight, *ctx.options, buffer)
+        if buffer is not None:
+            ctx.parameter.grad_added_to_main_grad = True
+        return of_x, of_weight, None, None
 
 
 def norm_fits(x: Tensor, weight: Tensor) -> bool:

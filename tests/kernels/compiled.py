@@ -42,6 +42,8 @@ def layers() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for shape, centered in (((4, 16, 128), False), ((4, 1, 5120), True), ((4, 1, 16384), False)):
             x, weight = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.zeros(shape[-1], dtype=dtype)
+            if centered:
+                weight.main_grad = torch.zeros(shape[-1])
             layers.rms_norm(x, weight.requires_grad_(), 1e-6, centered).sum().backward()
         q, k = (torch.zeros(4, heads, 128, dtype=dtype, requires_grad=True) for heads in (24, 8))
         sum(t.sum() for t in layers.rotary(q, k, *torch.zeros(2, 4, 64, dtype=dtype))).backward()

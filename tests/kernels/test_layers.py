@@ -86,6 +86,24 @@ def test_a_weights_gradient_is_summed_over_all_programs(monkeypatch):
     compare(lambda x, w: layers.rms_norm(x, w, 1e-6), plain_norm(1e-6, False), inputs, torch.float32)
 
 
+@pytest.mark.parametrize("rows", [40, 0])
+def test_a_weights_gradient_is_added_to_megatrons_buffer(rows):
+    """In fp32, micro-batch after micro-batch, and the weight says so. A frozen weight has no gradient."""
+    weight = torch.nn.Parameter(numbers(24).bfloat16())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(24), False
+    expected = torch.ones(24, dtype=torch.float64)
+    for seed in range(2):
+        x, upper = (numbers(rows, 24, seed=seed + n).bfloat16() for n in (0, 7))
+        layers.rms_norm(x.requires_grad_(), weight, 1e-6).backward(upper)
+        unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        expected += (upper.double() * unit.bfloat16().double()).sum(0).detach()
+    assert weight.grad_added_to_main_grad
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-6, atol=1e-5)
+    weight.requires_grad_(False)
+    layers.rms_norm(x, weight, 1e-6).sum().backward()
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_of_a_part_of_a_tensor(dtype):
     """As keys are: every few heads of one product; and as transposed heads, which are copied."""
@@ -197,7 +215,7 @@ def test_operators_are_registered_as_torch_asks():
     q, k, cos = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 8)
     calls = {
         "rms_norm": (x, weight, 1e-6, False),
-        "rms_norm_backward": (x, x, weight, 1e-6, True),
+        "rms_norm_backward": (x, x, weight, 1e-6, True, torch.zeros(8)),
         "rotary": (q, k, cos, cos, False),
         "swiglu": (x, x, half),
         "swiglu_backward": (x, x, x, half, True),
