@@ -15,7 +15,9 @@ import functools
 import importlib
 import importlib.util
 import os
+import pathlib
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +28,11 @@ _library = torch.library.Library("mrl", "FRAGMENT")
 _interpreted = False
 
 
-# triton 3.7 makes its launchers with the environment's CC, else gcc, else clang (runtime/build.py)
-_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-CAN_COMPILE = _COMPILER is not None and importlib.util.find_spec("triton") is not None
+# triton 3.7 makes its launchers in C, with the environment's CC, else gcc, else clang (runtime/build.py)
+_wanted = os.environ.get("CC")
+_compiler = shutil.which(_wanted) if _wanted else shutil.which("gcc") or shutil.which("clang")
+_headers = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
+CAN_COMPILE = _compiler is not None and _headers.exists() and importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(x: Tensor) -> bool:
