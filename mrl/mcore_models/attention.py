@@ -110,24 +110,6 @@ class CacheLayout(PackedSeqParams):
         return cls(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, step=step, positions=positions)
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """Says how far the channels of a model's heads turn at each position."""
-
-    inverse: Tensor  # [R / 2] frequencies
-    scale: float  # of cosines and sines
-
-    def cos_sin(self, layout: PackedLayout | CacheLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [T, R] each, of channels half of R apart. A layout keeps them for all layers."""
-        known = layout.__dict__.setdefault("cos_sin", {})
-        if dtype not in known:
-            assert layout.positions is not None
-            angles = torch.outer(layout.positions.to(self.inverse.dtype), self.inverse)
-            angles = torch.cat([angles, angles], dim=-1)
-            known[dtype] = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-        return known[dtype]
-
-
 def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Tensor:
     """Returns the positions [T] in the whole micro-batch of the tokens of `cp_rank`, in that rank's order."""
     parts, start = [], 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl import patches
 from mrl.errors import ConfigError
 from mrl.mcore_models import dispatch, layers, megatron_fields, megatron_needs, mtp, platform
-from mrl.mcore_models.attention import CacheLayout, PackedLayout, Turns
+from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
@@ -265,10 +265,12 @@ def build_chunks(
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             # GPTModel makes one itself and takes none (models/gpt/gpt_model.py); its own knows no positions
-            model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale), detaches_mtp
+            model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale, config), detaches_mtp
             megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
             for layer in (*model.decoder.layers, *megatron_options):
-                layer.self_attention.turns = Turns(inverse.to(devices.device()), scale)
+                if config.multi_latent_attention:
+                    layer.self_attention.turning = inverse.to(devices.device())
+                    layer.self_attention.rotary_scale = scale
             if config.add_bias_linear:
                 _experts_keep_their_sums(model)
             _mark_own_parts(model)

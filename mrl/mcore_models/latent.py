@@ -31,7 +31,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mrl.mcore_models.attention import Turns
 from mrl.mcore_models.config import LatentConfig
 from mrl.mcore_models.elementwise import RotaryFunction
 from mrl.ops import devices
@@ -69,13 +68,13 @@ class LatentAttention(MegatronModule):
     """Replaces megatron's self-attention: hidden states [T, 1, N] in and out ([T / tp, 1, N] with sequence
     parallelism)."""
 
-    turns: Turns  # of the model, set by build
-
     def __init__(self, config: LatentConfig, submodules: LatentSubmodules, layer_number: int, pg_collection: Any = None,
                  cp_comm_type: str | None = None, **_: Any) -> None:  # fmt: skip
         super().__init__(config=config)
         self.layer_number, self.tp = layer_number, pg_collection.tp
         self.softmax_scale = config.latent_scale
+        self.turning = torch.empty(0)  # [R / 2] frequencies, and the factor on cosines and sines: set by build
+        self.rotary_scale = 1.0
         heads = config.num_attention_heads
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
@@ -110,14 +109,13 @@ class LatentAttention(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
         """Returns (hidden states, None: no bias)."""
-        latents = self._latents(hidden_states)
-        cos_sin = [t[:, None] for t in self.turns.cos_sin(packed_seq_params, hidden_states.dtype)]
+        latents, positions = self._latents(hidden_states), packed_seq_params.positions
         dropped = None
         if self._recomputes("mla_up_proj"):
             dropped = tensor_parallel.CheckpointWithoutOutput(self.config.fp8)
-            query, key, value = dropped.checkpoint(self._heads, *latents, *cos_sin)
+            query, key, value = dropped.checkpoint(self._heads, *latents, positions)
         else:
-            query, key, value = self._heads(*latents, *cos_sin)
+            query, key, value = self._heads(*latents, positions)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(
@@ -163,7 +161,7 @@ class LatentAttention(MegatronModule):
         return query, latent, key_turned
 
     def _heads(
-        self, query: Tensor, latent: Tensor, key_turned: Tensor, cos: Tensor, sin: Tensor
+        self, query: Tensor, latent: Tensor, key_turned: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query and key [T, H, D + R] and value [T, H, V] of all T tokens, from what `_latents` gives."""
         config = self.config
@@ -177,7 +175,7 @@ class LatentAttention(MegatronModule):
             key_turned = gather_from_sequence_parallel_region(key_turned, group=self.tp)
         elif self.tp.size() > 1:
             key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.tp)
-        return self.turned_heads(query, both, key_turned, (cos, sin))
+        return self.turned_heads(query, both, key_turned, self._cos_sin(positions, query.dtype))
 
     def turned_heads(
         self, query: Tensor, both: Tensor, key_turned: Tensor, cos_sin: tuple[Tensor, Tensor]
@@ -195,6 +193,12 @@ class LatentAttention(MegatronModule):
         query = torch.cat([still, self._turn(turned, cos_sin)], dim=-1)
         key_turned = self._turn(key_turned, cos_sin).expand(-1, key_still.shape[1], -1)
         return query, torch.cat([key_still, key_turned], dim=-1), value
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [T, 1, R] each."""
+        angles = torch.outer(positions.to(self.turning.dtype), self.turning)
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        return (angles.cos() * self.rotary_scale).to(dtype), (angles.sin() * self.rotary_scale).to(dtype)
 
     def _turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Returns x [T, heads, R], turned. Pairs are neighbours if `rope_interleave` is set, else halves apart."""

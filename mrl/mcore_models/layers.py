@@ -30,7 +30,7 @@ from mrl import patches
 from mrl.kernels import launch
 from mrl.kernels import layers as kernels
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.attention import SdpaAttention, Turns
+from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.delta_net import DeltaSubmodules, GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
@@ -177,18 +177,22 @@ class Rotary(RotaryEmbedding):
     """Is megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
 
     positions: [T] of this rank's tokens of the micro-batch at hand, set by the model before each forward. scale: of
-    `rotary_scale`. It is attention that multiplies by the scale, because angles are handed to it.
+    `rotary_scale`. megatron's attention multiplies by it, because it gets angles.
     """
 
-    def __init__(self, inverse: Tensor, cp_group: Any, scale: float = 1.0) -> None:
+    def __init__(self, inverse: Tensor, cp_group: Any, scale: float, config: Config | LatentConfig) -> None:
         super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
-        self.inv_freq, self.scale = inverse.to(devices.device()), scale
+        self.inv_freq, self.scale, self.config = inverse.to(devices.device()), scale, config
         self.positions = torch.empty(0)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Returns angles [T, 1, 1, head_dim] in fp32."""
+        """Returns angles [T, 1, 1, R] in fp32; on a GPU under the local spec, scaled cosines and sines [2, T, R]."""
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat([angles, angles], dim=-1)[:, None, None]
+        angles = torch.cat([angles, angles], dim=-1)
+        if self.config.layer_spec == "te" or not launch.uses_triton(angles):
+            return angles[:, None, None]
+        cos_sin = [(part * self.scale).to(self.config.params_dtype) for part in (angles.cos(), angles.sin())]
+        return torch.stack(cos_sin)
 
 
 def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
@@ -223,23 +227,18 @@ class TurningSelfAttention(SelfAttention):
     megatron makes cosines and sines again in every layer, for queries and for keys.
     """
 
-    turns: Turns  # of the model, set by build
-    _layout: Any = None  # of the forward at hand, if it turns here
+    _cos_sin: Tensor | None = None  # of the forward at hand, if it turns here
 
-    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Any, packed_seq_params: Any, **others: Any) -> Any:
-        here = launch.uses_triton(hidden_states) and not self.config.apply_rope_fusion
-        self._layout = packed_seq_params if here else None
-        return super().forward(
-            hidden_states, rotary_pos_emb=None if here else rotary_pos_emb, packed_seq_params=packed_seq_params,
-            **others,
-        )  # fmt: skip
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **others: Any) -> Any:
+        here = rotary_pos_emb.dim() == 3  # angles have four dimensions
+        self._cos_sin = rotary_pos_emb if here else None
+        return super().forward(hidden_states, rotary_pos_emb=None if here else rotary_pos_emb, **others)
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
         query, key, *rest = super().get_query_key_value_tensors(*args, **options)
-        layout, self._layout = self._layout, None
-        if layout is not None:
-            cos, sin = self.turns.cos_sin(layout, query.dtype)
-            query, key = (t.unsqueeze(1) for t in kernels.rotary(query.squeeze(1), key.squeeze(1), cos, sin))
+        cos_sin, self._cos_sin = self._cos_sin, None
+        if cos_sin is not None:
+            query, key = (t.unsqueeze(1) for t in kernels.rotary(query.squeeze(1), key.squeeze(1), *cos_sin.unbind()))
         return query, key, *rest
 
 

@@ -13,7 +13,7 @@ cpu_stand_in.prepare()
 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from mrl.mcore_models.attention import PackedLayout, SdpaAttention, Turns  # noqa: E402
+from mrl.mcore_models.attention import PackedLayout, SdpaAttention  # noqa: E402
 from mrl.mcore_models.config import LatentConfig  # noqa: E402
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules  # noqa: E402
 from mrl.mcore_models.layers import RMSNorm  # noqa: E402
@@ -55,7 +55,7 @@ def attention(core):
     )  # fmt: skip
     parts = LatentSubmodules(up=Linear, heads=Linear, norm=RMSNorm, core_attention=core, linear_proj=Linear)
     made = LatentAttention(config, parts, 1, pg_collection=GROUPS)
-    made.turns = Turns(torch.tensor([1.0, 0.1]), 1.0)
+    made.turning = torch.tensor([1.0, 0.1])
     return made
 
 

@@ -15,9 +15,9 @@ cpu_stand_in.prepare()
 
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mrl.engine.megatron.inputs import prepare  # noqa: E402
+from mrl.mcore_models.config import Config  # noqa: E402
 from mrl.mcore_models.layers import Rotary, inverse_frequencies  # noqa: E402
 
 LENGTHS = ((), (1,), (7, 1, 30), (4, 4))
@@ -68,10 +68,10 @@ def test_tokens_turn_by_their_own_positions(lengths, layout):
     sequence go on from the first. A tensor on "meta" has no values to be read.
     """
     dims, ranks = made(lengths, layout)
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+    config = Config(num_layers=1, hidden_size=32, num_attention_heads=2)
     for rank, inputs in enumerate(ranks):
         group = types.SimpleNamespace(size=lambda: dims.cp, rank=lambda rank=rank: rank)
-        rotary = Rotary(inverse_frequencies(16, 10_000.0, None), group)
+        rotary = Rotary(inverse_frequencies(16, 10_000.0, None), group, 1.0, config)
         rotary.positions = inputs.layout.positions
         angles = rotary(inputs.layout.max_seqlen_q, packed_seq=True, cp_group=None)
         query = torch.randn(inputs.tokens.numel(), 2, 16)
