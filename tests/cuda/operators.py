@@ -9,7 +9,7 @@ from typing import Any
 from tests.cuda import fake, order, run  # before torch: fake.py says what torch is here
 
 import torch  # isort: skip
-from tests.cuda.cases import Case
+from tests.cuda.cases import Case, Result
 
 
 def count(case: Case) -> dict[str, int]:
@@ -36,6 +36,14 @@ def count_of_transformers(family: str) -> dict[str, int]:
             hf(input_ids=tokens, use_cache=False).logits.sum().backward()
 
     return _counted(step)
+
+
+def without_kernels(case: Case) -> Result:
+    """`run.run` as on a machine whose triton cannot compile: torch's operators, as on a CPU."""
+    from mrl.kernels import launch
+
+    launch.CAN_COMPILE = False  # in this fork alone
+    return run.run(case)
 
 
 def _counted(call: Callable[[], Any]) -> dict[str, int]:
