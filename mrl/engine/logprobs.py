@@ -10,7 +10,11 @@ For logits `z` (already divided by the temperature), with `m = max z` and `s = s
 
 Each rank computes `m`, `s`, `sum exp(z - m) (z - m)` and `z_y` of its own columns, chunk by chunk. Two all-reduces join
 them, of one and of `2 + 2 K` floats per token. Columns at or past `vocab_size` are padding and take no part. The
-backward pass computes the softmax again in chunks, so no fp32 [T, V] exists. Logits are never written to.
+backward pass computes the softmax again in chunks, so no fp32 [T, V] exists. Logits that are kept are never written to.
+
+On a GPU one kernel reads a chunk's logits (mrl/kernels/head.py), and one writes their gradient over those that the
+backward pass has computed again. So a chunk takes no memory but its logits. The gradient of the weight is added to its
+fp32 `main_grad` if it has one: see `_main_grad`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from mrl.kernels import head
 
 EntropyMode = Literal["none", "detached", "differentiable"]
 
@@ -104,7 +110,7 @@ def log_probs_from_hidden(
     count = hidden.shape[0] if rows is None else rows.shape[0]
     if keep_logits is None:
         keep_logits = count * columns <= _KEEP_LOGITS_ELEMENTS
-    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device), rule)
+    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden), rule)
     wanted = labels if rows is None else labels[rows]
     results = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
     if rows is not None:
@@ -133,32 +139,27 @@ def top_log_probs(
         found = top_log_probs(hidden[rows], weight, top, shard=shard, temperature=temperature, chunk=chunk, rule=rule)
         values, ids = (v.new_zeros(hidden.shape[0], top).index_copy(0, rows, v) for v in found)
         return values, ids
-    spec = _Spec(shard, temperature, "none", chunk or _chunk_tokens(weight.shape[0], hidden.device), rule)
-    parts, best = [], []
+    spec = _Spec(shard, temperature, "none", chunk or _chunk_tokens(weight.shape[0], hidden), rule)
+    parts, found = [], [torch.zeros(0, top, dtype=torch.int64, device=hidden.device)]
     for part in _chunks(hidden.shape[0], spec.chunk):
         z = spec.scaled(hidden[part] @ weight.t())
-        parts.append(_local_sums(z.clone(), torch.zeros(z.shape[0], dtype=torch.int64, device=z.device), spec))
-        best.append(_largest(z, top))
-    if not parts:
-        empty = hidden.new_zeros(0, top, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        return empty, empty.to(torch.int64)
-    largest, log_total = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), shard.group)[
-        2:
-    ]
-    values, ids = torch.cat([v for v, _ in best]), torch.cat([i for _, i in best]) + shard.start
+        found.append(_largest(z, top, shard))
+        parts.append(_local_sums(z, found[-1], spec))
+        del z
+    ids = torch.cat(found)
+    values = _join_parts(parts, ids, hidden, spec)[0].masked_fill(ids < 0, -torch.inf)
+    return values, ids.where(values != -torch.inf, torch.zeros_like(ids))
+
+
+def _largest(z_CV: Tensor, top: int, shard: VocabShard) -> Tensor:
+    """Returns the global ids [C, top] of the `top` largest of each row of all ranks; -1 if there are fewer."""
+    values, ids = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
+    lacking = (0, top - values.shape[1])
+    values, ids = F.pad(values, lacking, value=-torch.inf), F.pad(ids + shard.start, lacking, value=-1)
     if shard.group is not None:
         values, ids = (_gathered(t, shard.group) for t in (values, ids))
-        values, order = values.topk(top, dim=1)
-        ids = ids.gather(1, order)
-    # computed in the order of `_join`, so that log-probs of the same tokens are equal to the bit
-    return values - largest[:, None] - log_total[:, None], ids.where(values != -torch.inf, torch.zeros_like(ids))
-
-
-def _largest(z_CV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Returns the `top` largest of each row, and their columns; -inf if there are fewer."""
-    top_values = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
-    lacking = (0, top - top_values.values.shape[1])
-    return F.pad(top_values.values, lacking, value=-torch.inf), F.pad(top_values.indices, lacking)
+        ids = ids.gather(1, values.topk(top, dim=1).indices)
+    return ids
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -171,10 +172,11 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 _KEEP_LOGITS_ELEMENTS = 2**24
 
 
-def _chunk_tokens(columns: int, device: torch.device) -> int:
+def _chunk_tokens(columns: int, hidden: Tensor) -> int:
     """Returns how many tokens have fp32 logits of 16 MB on a CPU (about its caches) and 256 MB on a GPU (to keep it
-    busy)."""
-    elements = 2**22 if device.type == "cpu" else 2**26
+    busy), or logits of 512 MB for the kernels: the torch code has three such tensors at once."""
+    elements = 2**22 if hidden.device.type == "cpu" else 2**26
+    elements = 2**29 // hidden.element_size() if hidden.is_cuda and head.takes(hidden) else elements
     return max(1, elements // max(columns, 1))
 
 
@@ -193,10 +195,17 @@ class _Spec:
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
         """Returns the real columns by the rule, divided by the temperature, in fp32 or better; new if that changes
-        anything."""
+        anything. The kernels do this themselves: for them the columns are returned as they are."""
         logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
+        if head.takes(logits_CV):
+            return logits_CV
         logits_CV = self.rule(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)))
         return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV
+
+    @property
+    def numbers(self) -> list[float]:
+        """Returns the rule and the temperature as the kernels take them."""
+        return [self.rule.scale, self.rule.softcap or 0.0, self.temperature]
 
 
 def _chunks(total: int, chunk: int) -> list[slice]:
@@ -208,16 +217,21 @@ def _as_columns(values: Tensor) -> Tensor:
     return values[:, None] if values.dim() == 1 else values
 
 
-def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
-    """Returns the maximum [C] and the sums [2 + 2 K, C] of these columns.
+def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> Tensor:
+    """Returns the maximum and the sums of these columns [3 + 2 K, C].
 
     The sums are sum exp(z-m), sum exp(z-m)(z-m), z of each label, and whether each label is here. labels_C: [C] or [C,
-    K]. The second sum is 0 if no entropy is asked for.
+    K]. The second sum is 0 if no entropy is asked for. A kernel that sees the whole vocabulary joins them: it returns
+    the log-sum-exp, the entropy and the log-prob of each label [2 + K, C].
     """
     columns, labels_CK = z_CV.shape[1], _as_columns(labels_C)
+    if head.takes(z_CV):
+        shard, entropy = spec.shard, spec.entropy != "none"
+        labels_CK = labels_CK.contiguous()
+        return head.head_sums(z_CV, labels_CK, shard.start, spec.numbers, entropy, shard.group is None)
     if columns == 0:  # this rank holds nothing but padding
         sums = z_CV.new_zeros(2 + 2 * labels_CK.shape[1], z_CV.shape[0])
-        return z_CV.new_full((z_CV.shape[0],), -torch.inf), sums
+        return torch.cat([z_CV.new_full((1, z_CV.shape[0]), -torch.inf), sums])
     max_C = z_CV.amax(dim=1)
     shifted = z_CV - max_C[:, None]
     exp = shifted.exp_() if spec.entropy == "none" else shifted.exp()
@@ -225,14 +239,14 @@ def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Te
     here = (local >= 0) & (local < columns)
     target = z_CV.gather(1, local.clamp(0, columns - 1))
     weighted = torch.zeros_like(max_C) if spec.entropy == "none" else torch.linalg.vecdot(exp, shifted)
-    sums = torch.stack([exp.sum(1), weighted])
-    return max_C, torch.cat([sums, target.where(here, target.new_zeros(())).t(), here.to(z_CV.dtype).t()])
+    sums = torch.stack([max_C, exp.sum(1), weighted])
+    return torch.cat([sums, target.where(here, target.new_zeros(())).t(), here.to(z_CV.dtype).t()])
 
 
-def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+def _join(sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
     """Joins the ranks' columns. Returns log-probs [T, K], and [T] each: entropy, the largest logit `m`, and `log s`."""
-    total, weighted = sums[:2]
-    largest = local_max
+    local_max, total, weighted = sums[:3]
+    largest, sums = local_max, sums[1:]
     if group is not None:
         largest = local_max.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -258,9 +272,14 @@ def _logits_gradient(
     """Returns the gradient of the unscaled logits [C, V valid].
 
     grad_C: the gradient of the log-probs, [C] or [C, K] as the labels are. entropy_terms: (entropy [C], its gradient
-    [C]) or None.
+    [C]) or None. A kernel writes it over z_CV, in that dtype.
     """
     labels_CK, grad_CK = _as_columns(labels_C), _as_columns(grad_C)
+    if head.takes(z_CV):
+        entropy, entropy_grad = entropy_terms or (None, None)
+        given = (t if t is None else t.contiguous() for t in (labels_CK, lse_C, grad_CK, entropy, entropy_grad))
+        head.head_gradient_(z_CV, *given, spec.shard.start, spec.numbers)
+        return z_CV
     sum_C = grad_CK.sum(1)
     log_p = z_CV - lse_C[:, None]
     if entropy_terms is None:
@@ -301,9 +320,10 @@ class _HiddenLogProbs(torch.autograd.Function):
             parts.append(_local_sums(spec.scaled(logits), labels[part], spec))
             if keep:
                 kept.append(logits)
+            del logits  # else the next chunk's would be there beside them
         log_probs, entropy, lse = _join_parts(parts, labels, hidden, spec)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy, *kept)
-        ctx.spec, ctx.reduce_grad = spec, reduce_grad
+        ctx.spec, ctx.reduce_grad, ctx.weight = spec, reduce_grad, weight
         if spec.entropy != "differentiable":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -316,36 +336,56 @@ class _HiddenLogProbs(torch.autograd.Function):
         valid = spec.shard.num_valid(weight.shape[0])
         real = weight[:valid]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = None
-        if needs_weight:  # accumulated over chunks in fp32 or better
+        main_grad = _main_grad(ctx.weight) if needs_weight else None
+        grad_weight = main_grad
+        if needs_weight and main_grad is None:  # accumulated over chunks in fp32 or better
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for number, part in enumerate(_chunks(hidden.shape[0], spec.chunk)):
             logits = kept[number] if kept else hidden[part] @ weight.t()
             terms = (entropy[part], grad_entropy[part]) if spec.entropy == "differentiable" else None
-            z = spec.scaled(logits)
+            z = spec.scaled(logits.clone() if kept and head.takes(logits) else logits)
             grad = _logits_gradient(z, labels[part], lse[part], grad_log_prob[part], terms, spec).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, real, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight[:valid], grad.t(), hidden[part])
+            del logits, z, grad
         if grad_hidden is not None and ctx.rows is not None:
             grad_hidden = grad_hidden.new_zeros(ctx.total, hidden.shape[1]).index_copy_(0, ctx.rows, grad_hidden)
         if needs_hidden and spec.shard.group is not None and ctx.reduce_grad:
             dist.all_reduce(grad_hidden, group=spec.shard.group)
+        if main_grad is not None:
+            ctx.weight.grad_added_to_main_grad = True
+            grad_weight = torch.empty_like(weight)  # megatron's hook, which drops it, wants one
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """Returns megatron's fp32 gradient of the weight, if it may be added to here; None otherwise.
+
+    Under `gradient_accumulation_fusion` megatron's linear layers do the same (tensor_parallel/layers.py), and its hook
+    (distributed_data_parallel.py) drops the gradient that autograd sums. A tied weight is left to autograd, because
+    that sum has the gradient of the embedding, too.
+    """
+    main_grad, tied = getattr(weight, "main_grad", None), ("zero_out_wgrad", "shared_embedding")
+    if main_grad is None or main_grad.dtype != torch.float32 or not head.takes(weight):
+        return None
+    if not hasattr(weight, "grad_added_to_main_grad") or any(getattr(weight, name, False) for name in tied):
+        return None
+    return main_grad
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to `total` in place, whatever the dtype of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
 
-def _join_parts(
-    parts: list[tuple[Tensor, Tensor]], labels: Tensor, like: Tensor, spec: _Spec
-) -> tuple[Tensor, Tensor, Tensor]:
+def _join_parts(parts: list[Tensor], labels: Tensor, like: Tensor, spec: _Spec) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs in the shape of the labels, entropy and log-sum-exp of all chunks.
 
     Without tokens they are empty tensors (the ranks of a group have the same tokens).
@@ -353,7 +393,8 @@ def _join_parts(
     if not parts:
         empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
         return empty.new_zeros(labels.shape), empty.clone(), empty.clone()
-    log_probs, entropy, largest, log_total = _join(
-        torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group
-    )
+    sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if head.takes(like) and spec.shard.group is None:
+        return sums[2:].t().reshape(labels.shape), sums[1], sums[0]
+    log_probs, entropy, largest, log_total = _join(sums, spec.shard.group)
     return log_probs.reshape(labels.shape), entropy, largest + log_total

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
+from mrl.kernels import draw
 from mrl.ops.devices import tensor_on
 
 _CANDIDATES = 128
@@ -134,6 +135,10 @@ class SamplingRows:
     min_p: Tensor | None  # 0: none
     candidates: int  # how many of the largest logits to search for the filters' bounds at first
 
+    @property
+    def filtered(self) -> bool:
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], noise_keys: Sequence[int] | Tensor, device: torch.device
@@ -188,29 +193,44 @@ def choose_among(
     The third result is [S] bool: whether these were enough, the same on every rank. It is None if they surely were. If
     not, call again with `CANDIDATE_FACTOR` times as many.
     """
-    z = logits[:, : shard.num_valid(logits.shape[1])].float()
-    if z.shape[1] == 0:  # this rank holds nothing but padding
-        z = z.new_full((z.shape[0], 1), -torch.inf)
-    if rows.temperature is not None:
-        z = z / rows.temperature[:, None]
-    score = z
-    if rows.noise_keys is not None:
-        noise = gumbel(rows.noise_keys, shard.start, z.shape[1])
-        if rows.random is not None:
-            noise *= rows.random[:, None]
-        score = noise.add_(z)
+    z, temperature = logits[:, : shard.num_valid(logits.shape[1])], rows.temperature
+    kernel = draw.takes(z)
+    if not kernel or rows.filtered:
+        z, temperature = _scaled(z, temperature), None
     bound, exact = lower_bound(z, rows, shard.group, columns=logits.shape[1], count=count)
-    if bound is not None:
-        score = score.masked_fill(z < bound[:, None], -torch.inf)
-    best, token = score.max(dim=-1)
-    chosen = z.gather(1, token[:, None])[:, 0]
-    part = torch.stack([t.double() for t in (best, token + shard.start, chosen, z.logsumexp(-1))])
+    if kernel:
+        part = draw.draw(z, shard.start, rows.noise_keys, rows.random, temperature, bound)
+    else:
+        part = _draw(z, rows, bound, shard.start)
     if shard.group is None or dist.get_world_size(shard.group) == 1:
-        return token + shard.start, part[2] - part[3], exact
+        return part[1].long(), part[2] - part[3], exact
     best, token, chosen, total = _gathered(part, shard.group).unbind(1)  # each [ranks, S]
     owner = best.argmax(dim=0, keepdim=True)  # the first of equals: the lowest id
     token, chosen = (t.gather(0, owner)[0] for t in (token, chosen))
     return token.long(), chosen - total.logsumexp(dim=0), exact
+
+
+def _scaled(z: Tensor, temperature: Tensor | None) -> Tensor:
+    """Returns the logits in fp32, divided by the temperatures."""
+    z = z.float()
+    if z.shape[1] == 0:  # this rank holds nothing but padding
+        z = z.new_full((z.shape[0], 1), -torch.inf)
+    return z if temperature is None else z / temperature[:, None]
+
+
+def _draw(z: Tensor, rows: SamplingRows, bound: Tensor | None, start: int) -> Tensor:
+    """Returns [4, S] fp64: the largest score, the global id of its column, its `z`, and the log-sum-exp."""
+    score = z
+    if rows.noise_keys is not None:
+        noise = gumbel(rows.noise_keys, start, z.shape[1])
+        if rows.random is not None:
+            noise *= rows.random[:, None]
+        score = noise.add_(z)
+    if bound is not None:
+        score = score.masked_fill(z < bound[:, None], -torch.inf)
+    best, token = score.max(dim=-1)
+    chosen = z.gather(1, token[:, None])[:, 0]
+    return torch.stack([t.double() for t in (best, token + start, chosen, z.logsumexp(-1))])
 
 
 def lower_bound(

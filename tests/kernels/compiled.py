@@ -10,7 +10,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
 H100 = GPUTarget("cuda", 90, 32)
 MAX_SHARED = 227 * 1024  # bytes of a program
 
@@ -53,7 +60,27 @@ def layers() -> None:
             layers.swiglu(up.requires_grad_(), up.clone()).sum().backward()
 
 
+def head() -> None:
+    from mrl.kernels.head import head_gradient_, head_sums
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for labels, columns, softcap, entropy in ((1, 32768, 0.0, None), (3, 700, 30.0, torch.zeros(4))):
+            z, ids = torch.zeros(4, columns, dtype=dtype), torch.zeros(4, labels, dtype=torch.int64)
+            head_sums(z, ids, 0, [1.0, softcap, 0.7], entropy is not None, labels == 1)
+            head_gradient_(z, ids, torch.zeros(4), torch.zeros(4, labels), entropy, entropy, 0, [1.0, softcap, 0.7])
+
+
+def draw() -> None:
+    from mrl.kernels.draw import draw
+
+    keys, chosen, wide = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.bool), torch.ones(4)
+    draw(torch.zeros(4, 151936, dtype=torch.bfloat16), 0, None, None, None, None)
+    draw(torch.zeros(4, 700), 1, keys, chosen, wide, wide)
+
+
 if __name__ == "__main__":
     triton.runtime.jit.JITFunction.run = compile_for_gpu
     layers()
+    head()
+    draw()
     print(*sorted(set(COMPILED)))

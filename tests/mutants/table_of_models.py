@@ -20,11 +20,11 @@ OF_MODELS = (
     *_of(
         "engine/sampling.py",
         "engine/test_sampling.py",
-        ("z = z / rows.temperature[:, None]", "z = z * rows.temperature[:, None]"),
+        ("z / temperature[:, None]", "z * temperature[:, None]"),
         ("((reached - mass) < rows.top_p[:, None])", "(reached < rows.top_p[:, None])"),
         ("(rows.top_k - 1).clamp(", "rows.top_k.clamp("),
         ("largest + rows.min_p.log()", "largest + rows.min_p"),
-        ("return token + shard.start, part[2] - part[3]", "return token + shard.start, part[0] - part[3]"),
+        ("return part[1].long(), part[2] - part[3]", "return part[1].long(), part[0] - part[3]"),
     ),
     *_of(
         "engine/fsdp/attention.py",
