@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl.config.schema import MoEConfig, RoleConfig
+from mrl.config.schema import LoraConfig, MoEConfig, RoleConfig
 from mrl.engine.checks import EngineChecks, Sequences
 from mrl.engine.fsdp.checks import FSDPChecks
 from mrl.engine.megatron.checks import MegatronChecks
@@ -17,9 +18,12 @@ from mrl.errors import ConfigError
 from mrl.mcore_models import grouped
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
+from tests.engine.grouped import with_key
 from tests.engine.harness import run_case
+from tests.engine.lora import make_engine
 from tests.engine.parity import Row, Table
 from tests.gpu.measures import grouped_products
+from tests.resume.runs import assert_same_state, sharded_tensors
 from tests.tiers import in_tiers
 
 LOCAL, TE = False, True
@@ -53,6 +57,84 @@ def test_weights_that_are_gathered_are_waited_for(tmp_path):
     found = run_case(2, "tests.engine.grouped:overlapped", config=tiny.role(folder, backend="megatron", size=1))
     assert found["reduced"] and found["gathered"]
     assert found["norms"] < 1e-5 and found["others"] == 0, found
+
+
+def test_a_linear_layer_of_all_experts_is_one_tensor(folder):
+    """Before and after DDP; what trains adds its gradients at once, into the buffer that the optimizer reads."""
+    frozen = grouped_engine(folder, optimizer=None)
+    assert_one_tensor(frozen, trains=False)
+    engine = grouped_engine(folder)
+    assert_one_tensor(engine, trains=True)
+    batch = tiny.uneven_batch(0)
+    micro_batches = len(engine._plan(batch))
+    with AddedTensors() as added, engine.train_mode():
+        engine.forward_backward_step(batch)
+    gradients = [weights.parameters[0].main_grad for weights in weights_of(engine)]
+    for gradient in gradients:
+        first = gradient.data_ptr()
+        of_experts = [shape for place, shape in added.found if first <= place < first + 4 * gradient.nbytes]
+        assert of_experts == [(4, *gradient.shape)] * micro_batches, of_experts
+    assert all(
+        parameter.grad is None
+        for weights in weights_of(engine)
+        for parameter in (*weights.parameters, *weights.tensors)
+    )
+    engine.optimizer_step()
+    assert_one_tensor(engine, trains=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_tensor_and_several_give_the_same_bits(folder, dtype, monkeypatch):
+    """Several: as where a bucket of DDP ends between two experts, with padding."""
+    one = steps_of(grouped_engine(folder, dtype=dtype))
+    monkeypatch.setattr(grouped, "_as_one", lambda tensors: None)
+    engine = grouped_engine(folder, dtype=dtype)
+    assert all(len(weights.tensors) == 4 for weights in weights_of(engine))
+    assert_same_state(one, steps_of(engine), "steps")
+
+
+def test_a_view_is_of_tensors_with_equal_distances():
+    memory = torch.arange(40.0)
+    spread = [memory[start : start + 6].view(2, 3) for start in (0, 8, 16)]
+    together = grouped._as_one(spread)
+    assert torch.equal(together, torch.stack(spread)) and together.data_ptr() == memory.data_ptr()
+    for places in ((0, 8, 17), (16, 8, 0), (0, 5, 10)):
+        assert grouped._as_one([memory[start : start + 6].view(2, 3) for start in places]) is None
+    with pytest.raises(AssertionError, match="several buffers"):
+        grouped._as_one([memory[:6], memory.clone()[6:12]])
+
+
+def test_checkpoints_are_those_of_single_experts(folder, tmp_path):
+    """Names, boxes, masters and moments: one by one -> grouped -> one by one."""
+    engine = make_engine(tiny.role(folder, backend="megatron", size=2))
+    steps_of(engine)
+    engine.save_checkpoint(str(tmp_path / "one by one"))
+    first = sharded_tensors(tmp_path / "one by one")
+    assert any(".experts." in name for name in first)
+    saved = "one by one"
+    for name, other in (("grouped", grouped_engine(folder)), ("one by one again", make_engine(engine.config))):
+        other.load_checkpoint(str(tmp_path / saved))
+        other.save_checkpoint(str(tmp_path / name))
+        assert_same_state(first, sharded_tensors(tmp_path / name), name)
+        saved = name
+
+
+def test_weights_that_leave_the_device_come_back(folder):
+    """The one tensor is of the memory that is moved."""
+    kinds = ("parameters", "gradients", "optimizer")
+    stays, moves = grouped_engine(folder), grouped_engine(folder, offload=kinds)
+    assert_same_state(steps_of(stays), steps_of(moves), "steps")
+
+
+def test_frozen_weights_get_no_gradient(folder):
+    lora = LoraConfig(rank=4, alpha=6.0, target_modules=("q_proj", "v_proj"))
+    engine = grouped_engine(folder, model={"lora": lora})
+    assert_one_tensor(engine, trains=False)
+    before = [tensor.clone() for weights in weights_of(engine) for tensor in weights.tensors]
+    steps_of(engine)
+    assert_one_tensor(engine, trains=False)
+    after = [tensor for weights in weights_of(engine) for tensor in weights.tensors]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_products_of_any_number_of_tokens(monkeypatch):
@@ -125,6 +207,58 @@ def test_fsdp_has_no_such_key(tmp_path):
     config = tiny.role(tiny.make_model(str(tmp_path / "model"), "qwen3_moe"), moe=MoEConfig(grouped_mm=True))
     with pytest.raises(ConfigError, match="engine.moe.grouped_mm: value true is not supported by backend fsdp"):
         checked(config, FSDPChecks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.make_model(str(tmp_path_factory.mktemp("experts") / "model"), "qwen3_moe", layers=2)
+
+
+def grouped_engine(folder: str, **fields: Any) -> Any:
+    return make_engine(with_key(tiny.role(folder, backend="megatron", size=2, **fields)))
+
+
+def weights_of(engine: Any) -> list[grouped.ExpertWeights]:
+    return [weights for chunk in engine.model.chunks for weights in grouped.weights_of(chunk)]
+
+
+def assert_one_tensor(engine: Any, *, trains: bool) -> None:
+    """Both matrices of each layer: what a product takes is what the parameters are."""
+    found = weights_of(engine)
+    assert len(found) == 4
+    for weights in found:
+        (together,) = weights.tensors
+        assert together.is_contiguous() and together.requires_grad == trains
+        assert all(part.data_ptr() == p.data_ptr() for part, p in zip(together, weights.parameters, strict=True))
+        assert torch.equal(together, torch.stack(list(weights.parameters)))
+
+
+def steps_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Loss, gradients and weights of two steps."""
+    found = {}
+    for step in range(2):
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(tiny.uneven_batch(step))
+        found[f"{step} loss"] = torch.tensor(loss)
+        found |= {f"{step} gradient {name}": gradient.clone() for name, gradient in engine.hf_gradients()}
+        engine.optimizer_step()
+        engine.lr_scheduler_step()
+        found |= {f"{step} weight {name}": weight.clone() for name, weight in engine.hf_weights()}
+    return found
+
+
+class AddedTensors(TorchDispatchMode):
+    """Notes the place and the shape of each tensor that something is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self.found.append((args[0].data_ptr(), tuple(args[0].shape)))
+        return func(*args, **(kwargs or {}))
 
 
 def model_of(config: RoleConfig) -> dict[str, Any]:

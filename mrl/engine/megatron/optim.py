@@ -23,7 +23,7 @@ from mrl.engine.base import GradNorm
 from mrl.engine.megatron.muon import MOMENTUM, Muon
 from mrl.engine.megatron.rounded_adam import HostAdamW, RoundedAdamW
 from mrl.engine.trained_state import UpdateSettings
-from mrl.mcore_models import layer_spec, megatron_fields
+from mrl.mcore_models import grouped, layer_spec, megatron_fields
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 from mrl.ops import devices
@@ -69,7 +69,22 @@ def wrap(
     logging.getLogger(DistributedDataParallel.__module__).addFilter(_has_no_advice)
     # Chunks after the first have one bucket, as in Megatron-LM: with the interleaved schedule their reduction overlaps
     # with computation anyway.
-    return [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+    return [_wrapped(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
+
+
+def _wrapped(
+    config: TransformerConfig, options: DistributedDataParallelConfig, model: Model, *, disable_bucketing: bool
+) -> DistributedDataParallel:
+    """Wraps a model, with the weights of grouped experts one after the other in the buffers."""
+    order = grouped.in_buffer_order(model)
+    model.named_parameters = lambda *_, **__: iter(order)  # type: ignore[method-assign]
+    try:
+        ddp = DistributedDataParallel(config, options, model, disable_bucketing=disable_bucketing)
+    finally:
+        del model.named_parameters
+    for weights in grouped.weights_of(model):
+        weights.join(ddp)
+    return ddp
 
 
 def _has_no_advice(record: logging.LogRecord) -> bool:
