@@ -7,10 +7,12 @@ import types
 import pytest
 import torch
 
+from mrl.engine.megatron import optim
 from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares megatron for this machine)
 from mrl.engine.megatron.optim_state import set_step_count, step_count
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.engine.lora import make_engine
 
 
 class CountsByGroup(torch.optim.Optimizer):
@@ -24,6 +26,22 @@ class CountsByGroup(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for p in group["params"]:
                 self.state[p]["exp_avg"] = p.grad.clone()
+
+
+def test_parameters_are_their_masters_rounded_after_an_update(tmp_path):
+    config = tiny.role(
+        tiny.make_model(str(tmp_path / "model"), "llama", layers=2), backend="megatron", dtype="bfloat16"
+    )
+    engine = make_engine(config)
+    before = [parameter.detach().clone() for _, parameter, _, _ in optim.shards(engine.model.optimizer)]
+    with engine.train_mode():
+        engine.forward_backward_step(tiny.uneven_batch(0))
+    engine.optimizer_step()
+    shards = list(optim.shards(engine.model.optimizer))
+    assert shards and all(main.dtype == torch.float32 for _, _, main, _ in shards)
+    for (_, parameter, main, span), earlier in zip(shards, before, strict=True):
+        assert not torch.equal(parameter, earlier)
+        assert torch.equal(parameter.view(-1)[span], main.view(-1).bfloat16())
 
 
 @pytest.mark.parametrize("adam", [torch.optim.AdamW, CountsByGroup])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -130,6 +132,8 @@ def build_optimizer(
             part.optimizer = HostAdamW.from_adam(part.optimizer, dtypes)
         elif set(dtypes.values()) != {torch.float32} and not _is_transformer_engines():  # torch or apex
             part.optimizer = RoundedAdamW.from_adam(part.optimizer, dtypes)
+        if not on_host:
+            part._copy_main_params_to_model_params = functools.partial(_copy_masters, part)
         part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype = dtypes["exp_avg"], dtypes["exp_avg_sq"]
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
@@ -141,6 +145,13 @@ def build_optimizer(
             if part.buffers:  # get_megatron_optimizer makes an expert optimizer even for a stage without experts
                 part.optimizer = Muon.from_optimizer(part, matrices, mains, config.muon, steps_in)
     return optimizer
+
+
+def _copy_masters(part: MegatronOptimizer) -> None:
+    """Copies the masters of 16-bit parameters to these, in one operation. fp32 parameters are their own masters."""
+    shards = list(itertools.chain(*part.shard_float16_groups))
+    if shards:
+        torch._foreach_copy_(shards, list(itertools.chain(*part.shard_fp32_from_float16_groups)))
 
 
 def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]:
