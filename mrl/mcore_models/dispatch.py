@@ -8,6 +8,8 @@ Here one thread makes the sum of a row, in the order of experts and in fp32. A t
 0.16.1 asks the host how many there are. Both it and 0.19.2 then sort rows again that are sorted already if one rank has
 all experts.
 
+On a GPU Triton's kernels do each step, else torch's operators. The bits are the same.
+
 Kernels of transformer-engine (`moe_permute_fusion`), experts that may be full (`moe_expert_capacity_factor`) and other
 dispatchers (`moe_token_dispatcher_type`) stay as they are.
 
@@ -25,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import patches
+from mrl.kernels import launch
+from mrl.kernels import routes as kernels
 
 
 def install() -> None:
@@ -94,24 +98,41 @@ class Routes:
     """Maps tokens to rows and back. Rows are sorted by expert, and those of an expert by token."""
 
     rows: Tensor  # [T, K] of each token, in the order of its experts
-    experts: Tensor  # [T, K] that these are of
     choices: Tensor  # [R] of each row: the place in [T, K], as one row of numbers, that it has there
+    places: Tensor  # [R] of each row: the place of its token and expert in [T, E], as one row of numbers
 
     @classmethod
     def of(cls, routing_map: Tensor, chosen: int) -> Routes:
         """Returns the routes of routing_map [T, E], which says whether a token goes to an expert: to `chosen` of them
         each."""
+        if launch.uses_triton(routing_map):
+            return cls(*kernels.find_routes(routing_map, chosen))
         tokens, experts = routing_map.shape
         before = routing_map.T.reshape(-1).cumsum(0).view(experts, tokens).T - 1  # [T, E]
         none = tokens * chosen  # behind all rows
         rows, of = torch.where(routing_map, before, none).topk(chosen, dim=1, largest=False)
-        places = torch.arange(tokens * chosen, device=rows.device)
-        return cls(rows, of, torch.empty_like(places).scatter_(0, rows.flatten(), places))
+        choices = torch.arange(tokens * chosen, device=rows.device)
+        choices = torch.empty_like(choices).scatter_(0, rows.flatten(), choices)
+        return cls(rows, choices, choices // chosen * experts + of.flatten()[choices])
 
     def of_rows(self, probs: Tensor) -> Tensor:
         """Returns the probabilities [R] of rows, from probs [T, E]."""
-        chosen = probs.gather(1, self.experts).view(-1, 1)
-        return CopyToRows.apply(chosen, self.rows.view(-1, 1), self.choices).squeeze(1)
+        return Selected.apply(probs, self.places)
+
+
+class Selected(torch.autograd.Function):
+    """Selects x.flatten()[places], of different places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return x.flatten().index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape.numel()).index_copy_(0, places, grad).view(ctx.shape), None
 
 
 class CopyToRows(torch.autograd.Function):
@@ -120,7 +141,7 @@ class CopyToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, choices: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
-        return x.index_select(0, choices // rows.shape[1])
+        return copy_to_rows(x, choices, rows.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -140,7 +161,14 @@ class SumOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (choices,) = ctx.saved_tensors
-        return grad.index_select(0, choices // ctx.chosen), None, None
+        return copy_to_rows(grad, choices, ctx.chosen), None, None
+
+
+def copy_to_rows(x: Tensor, choices: Tensor, chosen: int) -> Tensor:
+    """Returns x[choices // chosen] [R, H] of x [T, H]."""
+    if launch.uses_triton(x):
+        return kernels.copy_rows(x, choices, chosen)
+    return x.index_select(0, choices // chosen)
 
 
 def sum_of_rows(y: Tensor, rows: Tensor) -> Tensor:
@@ -148,6 +176,8 @@ def sum_of_rows(y: Tensor, rows: Tensor) -> Tensor:
 
     The kernel of `embedding_bag` has a thread for each sum, and makes no copy of the rows.
     """
+    if launch.uses_triton(y):
+        return kernels.sum_rows(y, rows)
     if rows.shape[1] == 1:
         return y.index_select(0, rows.flatten())
     return F.embedding_bag(rows, y.contiguous(), mode="sum")

@@ -186,18 +186,23 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if weights[0].dim() == 3 else torch.stack(weights)
 
 
-def grouped_product(x: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Returns `GroupedProduct` of experts with `counts` [E] rows each, on the host or on the device of x."""
+def row_ends(counts: Tensor, x: Tensor) -> Tensor:
+    """Returns `ends` of `GroupedProduct`, of experts with `counts` [E] rows of x each, on the host or x's device."""
     ends = counts.cumsum(0, dtype=torch.int32)
     if ends.device.type == "cpu":
         assert ends[-1] == len(x), f"experts have {int(ends[-1])} of {len(x)} rows"
         ends = (ends.pin_memory() if x.is_cuda else ends).to(x.device, non_blocking=True)
+    return ends
+
+
+def grouped_product(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Returns `GroupedProduct`, which takes rows that are contiguous."""
     return GroupedProduct.apply(x.contiguous(), ends, *weights)
 
 
 def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
     """Replaces the forward pass of a linear layer of all experts (TEGroupedLinear)."""
-    return grouped_product(x, torch.tensor(m_splits), self.grouped_weights[0].tensors), None
+    return grouped_product(x, row_ends(torch.tensor(m_splits), x), self.grouped_weights[0].tensors), None
 
 
 def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -211,9 +216,9 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
     for part in linear:
         for hook in part._forward_pre_hooks.values():
             hook(part, (hidden,))
+    ends = row_ends(tokens_per_expert, hidden)
     multiply = [
-        lambda x, weights=weights: grouped_product(x, tokens_per_expert, weights.tensors)
-        for weights in self.grouped_weights
+        lambda x, weights=weights: grouped_product(x, ends, weights.tensors) for weights in self.grouped_weights
     ]
     return MLP.forward(_ExpertModule(self.local_experts[0], *multiply), hidden, probs)
 

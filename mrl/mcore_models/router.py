@@ -50,7 +50,8 @@ class Router(TopKRouter):
             logits = router_gating_linear(input, self.weight, None, torch.float32)
         if self.bias is not None:
             logits = logits + self.bias.float()
-        return logits + lora.adapter_output(self, input)
+        added = lora.adapter_output(self, input)
+        return logits + added if isinstance(added, Tensor) else logits
 
     def _sum_over_shards(self, count: Tensor) -> Tensor:
         """Returns `count`, summed over all ranks that hold a part of the micro-batch."""

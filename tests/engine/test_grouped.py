@@ -2,6 +2,7 @@
 need a GPU; on a CPU torch takes expert after expert, and what is around them is the same."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,13 @@ def test_products_of_any_number_of_tokens(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         x, weights = torch.randn(40, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype).unbind()
         one_by_one = [part @ w.T for part, w in zip(x.split((7, 0, 33)), weights, strict=True)]
-        assert torch.equal(grouped.grouped_product(x, torch.tensor((7, 0, 33)), weights), torch.cat(one_by_one))
+        assert torch.equal(product(x, (7, 0, 33), weights), torch.cat(one_by_one))
+        assert torch.equal(product(x, (7, 0, 33), [torch.stack(weights)]), torch.cat(one_by_one))
     weights = [torch.randn(8, 4) for _ in range(3)]
     x = torch.randn(
         4, 5, requires_grad=True
     )  # in an order that kernels refuse; weights do not train, as beside adapters
-    found = grouped.grouped_product(x.t(), torch.tensor((2, 0, 3)), weights)
+    found = product(x.t(), (2, 0, 3), weights)
     assert found.grad_fn.saved_tensors[0] is None, "inputs are kept for no gradient"
     found.sum().backward()  # of a gradient with one element
     torch.testing.assert_close(x.grad.t(), torch.cat([weights[0].sum(0).expand(2, 4), weights[2].sum(0).expand(3, 4)]))
@@ -156,7 +158,7 @@ def test_products_of_any_number_of_tokens(monkeypatch):
         torch.empty(0, 4, requires_grad=True),
         [w.requires_grad_() for w in weights],
     )  # of a rank without tokens
-    found = grouped.grouped_product(none, torch.tensor((0, 0, 0)), trained)
+    found = product(none, (0, 0, 0), trained)
     found.sum().backward()
     assert found.shape == (0, 8) and none.grad.shape == (0, 4) and all(torch.equal(w.grad, 0 * w) for w in trained)
 
@@ -207,6 +209,10 @@ def test_fsdp_has_no_such_key(tmp_path):
     config = tiny.role(tiny.make_model(str(tmp_path / "model"), "qwen3_moe"), moe=MoEConfig(grouped_mm=True))
     with pytest.raises(ConfigError, match="engine.moe.grouped_mm: value true is not supported by backend fsdp"):
         checked(config, FSDPChecks)
+
+
+def product(x: torch.Tensor, counts: tuple[int, ...], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return grouped.grouped_product(x, grouped.row_ends(torch.tensor(counts), x), weights)
 
 
 @pytest.fixture(scope="module")

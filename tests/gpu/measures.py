@@ -315,7 +315,7 @@ def grouped_products(splits: tuple[int, ...]) -> dict[str, Any]:
         return torch.randn(*shape, generator=generator).bfloat16().to(DEVICE).requires_grad_()
 
     x, weights, grad = drawn(sum(splits), 64), [drawn(96, 64) for _ in splits], drawn(sum(splits), 96).detach()
-    found = grouped.grouped_product(x, torch.tensor(splits), weights)
+    found = grouped.grouped_product(x, grouped.row_ends(torch.tensor(splits), x), weights)
     found.backward(grad)
     exact = [t.detach().float().requires_grad_() for t in (x, *weights)]
     rows = exact[0].split(splits)

@@ -78,9 +78,19 @@ def draw() -> None:
     draw(torch.zeros(4, 700), 1, keys, chosen, wide, wide)
 
 
+def routes() -> None:
+    from mrl.kernels import routes
+
+    for experts, chosen in ((32, 4), (128, 8), (384, 8)):
+        rows, choices, _ = routes.find_routes(torch.zeros(5, experts, dtype=torch.bool), chosen)
+        for dtype in (torch.bfloat16, torch.float32):
+            routes.sum_rows(routes.copy_rows(torch.zeros(5, 2048, dtype=dtype), choices, chosen), rows)
+
+
 if __name__ == "__main__":
     triton.runtime.jit.JITFunction.run = compile_for_gpu
     layers()
     head()
     draw()
+    routes()
     print(*sorted(set(COMPILED)))
