@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.kernels import launch, route_launchers, routes
+from mrl.kernels import launch, routes
 from mrl.mcore_models import dispatch
 
 
@@ -28,7 +28,7 @@ def with_torch(function, *args):
 )
 def test_routes(tokens, experts, chosen, monkeypatch):
     """Of several blocks of tokens, the last of which is not full."""
-    monkeypatch.setattr(route_launchers, "TILE", 128)
+    monkeypatch.setattr("mrl.kernels.route_launchers.TILE", 128)
     routing_map, _ = routing(tokens, experts, chosen)
     found = dispatch.Routes.of(routing_map, chosen)
     expected = with_torch(dispatch.Routes.of, routing_map, chosen)

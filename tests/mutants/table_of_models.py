@@ -66,6 +66,24 @@ OF_MODELS = (
         ("dispatch_preprocess\": dispatch_preprocess", "dispatch_preprocess\": preprocess"),
     ),
     *_of(
+        "mcore_models/grouped.py",
+        "engine/test_grouped.py",
+        ("gradients.add_(weight.grad)", "gradients.copy_(weight.grad)"),
+        ("(first, -number) for number", "(first, number) for number"),
+        ("self.tensors = self.parameters\n        if weights is None", "if weights is None"),
+    ),
+    *_of(
+        "engine/megatron/optim.py",
+        "engine/test_grouped.py",
+        ("        weights.join(ddp)\n", "        pass\n"),
+    ),
+    *_of(
+        "kernels/route_launchers.py",
+        "kernels/test_routes.py",
+        ("tl.where(other < block, found, 0)", "tl.where(other <= block, found, 0)"),
+        ("tl.load(choices + row) // K", "tl.load(choices + row) % K"),
+    ),
+    *_of(
         "mcore_models/decode_graphs.py",
         "mcore_models/test_decoder.py",
         ("between if sequences <= between and power >= 4 else power", "power"),
