@@ -53,6 +53,7 @@ def survivors(outcomes: dict[Mutant, str]) -> list[str]:
 
 def _import_what_is_slow() -> None:
     """What no mutant changes: a fork has it already."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, as in tests/conftest.py
     import megatron.core.models.gpt  # noqa: F401
     import torch.distributed.fsdp  # noqa: F401
     import transformers.models.auto  # noqa: F401

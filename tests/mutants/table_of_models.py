@@ -80,7 +80,7 @@ OF_MODELS = (
     *_of(
         "kernels/route_launchers.py",
         "kernels/test_routes.py",
-        ("tl.where(other < block, found, 0)", "tl.where(other <= block, found, 0)"),
+        ("places + row, token * E + expert[None, :]", "places + row, expert[None, :] * E + token"),
         ("tl.load(choices + row) // K", "tl.load(choices + row) % K"),
     ),
     *_of(
