@@ -63,30 +63,26 @@ class KVCache:
         """Copies (source row, target row, positions) in order, then gives the cache its new shape (rows, positions of a
         row).
 
-        Rows past the new count are dropped. One tensor at a time is there twice. A target may get more positions of its
-        source than were asked for: nothing reads them before they are written. States are copied as they are, so the
-        source must have just these positions.
+        Rows past the new count are dropped. One tensor at a time is there twice. Each tensor takes two kernels, however
+        many copies there are. A target may get more positions of its source than were asked for: nothing reads them
+        before they are written. States are copied as they are, so the source must have just these positions.
         """
-        pairs = (*self.layers.values(), *self.states.values())
-        device = next((first.device for first, _ in pairs), devices.CPU)
-        batches = [
-            (devices.tensor_on(device, [b[0] for b in batch]), devices.tensor_on(device, [b[1] for b in batch]),
-             max(b[2] for b in batch))
-            for batch in _independent(copies)
-        ]  # fmt: skip
-        for layer, pair in self.layers.items():
-            for tensor in pair:
-                for sources, targets, places in batches:
-                    tensor[targets, :, :places] = tensor[sources, :, :places]
-            if shape is not None:
-                self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
-        for layer, pair in self.states.items():
-            for tensor in pair:
-                for sources, targets, _places in batches:
-                    tensor[targets] = tensor[sources]
-            if shape is not None:
-                self.states[layer] = (_with_rows(pair[0], shape[0]), _with_rows(pair[1], shape[0]))
+        origins: dict[int, int] = {}  # of each target, the row that had its positions before the first copy
+        for source, target, _places in copies:
+            origins[target] = origins.get(source, source)
+        if origins:
+            device = next((first.device for first, _ in (*self.layers.values(), *self.states.values())), devices.CPU)
+            targets, sources = (devices.tensor_on(device, list(rows)) for rows in (origins, origins.values()))
+            places = max(count for _, _, count in copies)
+            for tensor in (tensor for pair in self.layers.values() for tensor in pair):
+                tensor[targets, :, :places] = tensor[sources, :, :places]
+            for tensor in (tensor for pair in self.states.values() for tensor in pair):
+                tensor[targets] = tensor[sources]
         if shape is not None:
+            for layer, (keys, values) in self.layers.items():
+                self.layers[layer] = (_reshaped(keys, *shape), _reshaped(values, *shape))
+            for layer, (first, second) in self.states.items():
+                self.states[layer] = (_with_rows(first, shape[0]), _with_rows(second, shape[0]))
             self.rows, self.length = shape
 
     def copy_row(self, row: int, places: int) -> RowCopy:
@@ -123,23 +119,6 @@ class CacheRow(KVCache):
     def states_of(self, layer: int, *empty: Tensor) -> tuple[Tensor, Tensor]:
         first, second = self.whole.states_of(layer, *empty)
         return first[self.at : self.at + 1], second[self.at : self.at + 1]
-
-
-def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Splits copies into batches, in order, so that each batch is made at once.
-
-    A GPU's host then starts two kernels for each tensor, not one for each copy. No row of a batch is written twice, or
-    read after it is written.
-    """
-    batches: list[list[tuple[int, int, int]]] = []
-    written: set[int] = set()
-    for source, target, places in copies:
-        if not batches or source in written or target in written:
-            batches.append([])
-            written = set()
-        batches[-1].append((source, target, places))
-        written.add(target)
-    return batches
 
 
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:

@@ -3,11 +3,13 @@
 Dimensions as in mrl/mcore_models/attention.py. Context parallelism is in the parity table (tests/engine/parity_rows.py).
 """
 
+import collections
 import random
 import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mrl.mcore_models import cpu_stand_in
@@ -156,6 +158,19 @@ def test_rms_norm_is_that_of_transformers(dtype):
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
 
 
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.made = collections.Counter()
+        return self.made
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_in_batches_are_copies_in_order(seed):
     """Rows move, are copied to several others and move on; each then begins as it would by one copy after another."""
@@ -166,6 +181,10 @@ def test_copies_in_batches_are_copies_in_order(seed):
         for tensor in pair:
             tensor.copy_(torch.randn(tensor.shape))
         expected[layer] = [tensor.clone() for tensor in pair]
+    states = cache.states_of(2, torch.zeros(3), torch.zeros(2, 2))
+    for state in states:
+        state.copy_(torch.randn(state.shape))
+    of_states = [state.clone() for state in states]
     copies = []
     for _ in range(30):
         source, target = generator.randrange(rows), generator.randrange(rows)
@@ -175,8 +194,13 @@ def test_copies_in_batches_are_copies_in_order(seed):
         for pair in expected.values():
             for tensor in pair:
                 tensor[target, :, :count] = tensor[source, :, :count].clone()
-    cache.arrange(copies, (rows - 1, length + 2) if seed % 2 else None)
+        for state in of_states:
+            state[target] = state[source]
+    with Counted() as made:
+        cache.arrange(copies, (rows - 1, length + 2) if seed % 2 else None)
+    assert (made["index"], made["index_put_"]) == (6, 6), "of each tensor, however many copies there are"
     for layer, pair in cache.layers.items():
         for found, wanted in zip(pair, expected[layer], strict=True):
             for row in range(rows - seed % 2):
                 assert torch.equal(found[row, :, : places[row]], wanted[row, :, : places[row]])
+    assert all(torch.equal(*pair) for pair in zip(cache.states[2], (s[: cache.rows] for s in of_states), strict=True))
