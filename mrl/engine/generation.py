@@ -18,15 +18,20 @@ for the request that continues it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.engine.kept import KeptSequences
 from mrl.engine.requests import ActiveRequest, Completion, GenerateRequest
 from mrl.engine.sampling import SamplingKey, SamplingRows, key_hash, noise_keys
 from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
+from mrl.ops.devices import HostCopy, tensor_on
 
 FIRST_NEW_TOKENS = 256
 """New tokens in a row at first, if there is not enough memory for the longest completions of all requests."""
@@ -40,31 +45,68 @@ class Step:
     """(rows, positions of a row) of the cache from this forward on; None if it stays."""
     copies: list[tuple[int, int, int]]
     """(source row, target row, positions), in order, before the new shape and the forward."""
-    new: list[list[int]]  # the tokens of each sequence
+    tokens: list[int]  # new ones, those of each sequence after another; 0 for one that is not read yet
+    lengths: list[int]  # how many new tokens each sequence has
     cached: list[int]  # how many tokens of each sequence are in the cache
-    sampled: list[int]  # the sequences that get their next token from this forward
+    sampled: Sequence[int]  # the sequences that get their next token from this forward
     sequences: list[ActiveRequest]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
     """(row, key) of sequences with kept keys and values to put back into their rows (`KeptSequences.restore`)."""
+    unread: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Indices of `tokens` that are not read yet, and theirs among the sampled sequences of the step before."""
+    like: "Step | None" = None  # an earlier step with the same sequences, each with one token
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # what steps that are alike share
 
     @property
-    def ended(self) -> list[ActiveRequest]:
-        """Returns the sequences that this step has completed, after `Schedule.take`."""
-        return [s for s in self.sequences if s.done]
+    def new(self) -> list[list[int]]:
+        """Returns the tokens of each sequence."""
+        ends = list(itertools.accumulate(self.lengths))
+        return [self.tokens[end - count : end] for end, count in zip(ends, self.lengths, strict=True)]
+
+    @property
+    def decoding(self) -> int:
+        """Returns how many leading sequences have one new token."""
+        if len(self.tokens) == len(self.lengths):
+            return len(self.lengths)
+        return next(i for i, count in enumerate(self.lengths) if count != 1)
 
     @property
     def last(self) -> list[int]:
         """Returns the index of each sampled sequence's last token among all new ones."""
-        ends, total = [], 0
-        for tokens in self.new:
-            total += len(tokens)
-            ends.append(total - 1)
-        return [ends[i] for i in self.sampled]
+        ends = list(itertools.accumulate(self.lengths))
+        return [ends[i] - 1 for i in self.sampled]
+
+    def part(self, first: int, end: int) -> "Step":
+        """Returns the step of the sequences from `first` up to `end`, where `first` begins at row 0 of its cache."""
+        start = sum(self.lengths[:first])
+        tokens = self.tokens[start : start + sum(self.lengths[first:end])]
+        sampled = [i - first for i in self.sampled if first <= i < end]
+        # those that are not read yet decode, and come first
+        unread = self.unread if first == 0 else ((), ())
+        rest = self.sequences[first:end]
+        return Step(None, [], tokens, self.lengths[first:end], self.cached[first:end], sampled, rest, unread=unread)
+
+    def token_ids(self, device: torch.device, before: Tensor | None, padding: int = 0) -> Tensor:
+        """Returns the new tokens, and zeros behind them. before: what the step before has chosen, [S] int64."""
+        count, (places, sources) = len(self.tokens), self.unread
+        if before is not None and not padding and len(places) == count and sources == range(len(before)):
+            return before
+        ids = tensor_on(device, self.tokens + [0] * padding)
+        if len(places):
+            assert before is not None
+            ids[tensor_on(device, places)] = before[tensor_on(device, sources)]
+        return ids
 
     def sampling(self, device: torch.device) -> SamplingRows:
-        chosen = [self.sequences[i] for i in self.sampled]
-        keys = noise_keys([s.key_hash for s in chosen], [len(s.context) for s in chosen])
-        return SamplingRows.of([s.request.sampling for s in chosen], keys, device)
+        """Returns the parameters of the sampled sequences. They are made once for steps that are alike."""
+        made = self.made if self.like is None else self.like.made
+        if not made:
+            made["hashes"] = torch.tensor([self.sequences[i].key_hash for i in self.sampled])
+        keys = noise_keys(made["hashes"], [self.cached[i] + self.lengths[i] for i in self.sampled])
+        if "rows" in made:
+            return made["rows"].with_keys(keys)
+        made["rows"] = SamplingRows.of([self.sequences[i].request.sampling for i in self.sampled], keys, device)
+        return made["rows"]
 
 
 def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
@@ -79,7 +121,7 @@ def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
             raise ConfigError("cache_tokens", cache_tokens, why, fix)
 
 
-DUMMY = Step(None, [], [[0]], [0], [], [])
+DUMMY = Step(None, [], [0], [1], [0], [], [])
 """A forward of one token, for a rank without requests while others need it in their forward."""
 
 
@@ -89,7 +131,8 @@ class Schedule:
     cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more. prefill_tokens:
     the most prompt tokens of one forward. kept: what earlier calls have kept of these sequences. recurrent: the cache
     holds states, which cannot go back to an earlier token. So a prompt is fed without its last token first, and copied
-    before that one is fed.
+    before that one is fed. late: tokens of a step are read after the next one has been planned and begun. A sequence
+    that has ended meanwhile is fed once more, and its next token is dropped.
     """
 
     def __init__(
@@ -100,10 +143,12 @@ class Schedule:
         prefill_tokens: int,
         kept: KeptSequences | None = None,
         recurrent: bool = False,
+        late: bool = False,
     ) -> None:
-        self.recurrent = recurrent
+        self.recurrent, self.late = recurrent, late
         self.sequences = [
-            ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key))) for i, r in requests
+            ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key)), len(r.tokens))
+            for i, r in requests
         ]
         if kept is not None:
             kept.begin([r for _, r in requests], recurrent=recurrent)
@@ -111,6 +156,10 @@ class Schedule:
                 s.kept = kept.length(s.request.key)
         self.waiting = [s for s in self.sequences if not s.done]
         self.running: list[ActiveRequest] = []
+        self.completed = len(self.sequences) - len(self.waiting)  # requests with a whole completion
+        self._gone: list[ActiveRequest] = []
+        self._last: Step | None = None  # the step before, if the next may be like it
+        self._alike = 0  # how many steps like it may follow
         self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
         count = max(1, len(self.waiting))
         self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
@@ -124,35 +173,70 @@ class Schedule:
         return not self.waiting and not self.running
 
     def next(self) -> Step:
-        """Returns the step to make now. Call `take` with its tokens before the next."""
+        """Returns the step to make now. Call `take` with its tokens before the next, or, if `late`, after it."""
+        if self._last is not None and self._alike and (not self.waiting or len(self.running) == self.rows):
+            return self._next_like(self._last)
         shape = self._grow()
-        decoding = [s for s in self.running if s.cached == len(s.context) - 1]
-        prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
-        followers, fresh = self._admit(self.prefill_tokens - sum(len(s.context) - s.cached for s in prompts))
+        decoding = [s for s in self.running if s.cached == s.length - 1]
+        prompts = [s for s in self.running if s.cached < s.length - 1]  # at most one, in the highest row
+        followers, fresh = self._admit(self.prefill_tokens - sum(s.length - s.cached for s in prompts))
         copies = self._place(decoding, followers, prompts + fresh)
         restored = [(s.row, s.request.key) for s in fresh if s.kept]
         self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
-        new, cached, budget = [], [s.cached for s in self.running], self.prefill_tokens
+        tokens, lengths, cached, budget = [], [], [s.cached for s in self.running], self.prefill_tokens
+        unread: tuple[list[int], list[int]] = [], []
+        sampled = []
         for i, s in enumerate(self.running):
             decodes = i < len(decoding) + len(followers)
-            end = s.cached + (1 if decodes else budget)
-            if self.recurrent and s.cached < len(s.context) - 1:
-                end = min(end, len(s.context) - 1)
-            new.append(s.context[s.cached : end])
-            budget -= 0 if decodes else len(new[-1])
-            s.cached += len(new[-1])
-        sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
-        return Step(shape, copies, new, cached, sampled, self.running, restored)
+            end = min(s.length, s.cached + (1 if decodes else budget))
+            if self.recurrent and s.cached < s.length - 1:
+                end = min(end, s.length - 1)
+            if s.cached == len(s.context):
+                unread[0].append(len(tokens))
+                unread[1].append(s.place)
+                tokens.append(0)
+            else:
+                tokens += s.context[s.cached : end]
+            lengths.append(end - s.cached)
+            budget -= 0 if decodes else lengths[-1]
+            s.cached = end
+            if end == s.length:
+                s.place = len(sampled)
+                sampled.append(i)
+                s.length += 1
+        step = Step(shape, copies, tokens, lengths, cached, sampled, self.running, restored, unread)
+        self._gone += [s for s in self.running if s.done]
+        self.running = [s for s in self.running if not s.done]
+        self._last = step if len(self.running) == len(sampled) == len(tokens) else None
+        if self._last is not None:
+            until_done = min(len(s.prompt) + s.request.max_new_tokens - s.length for s in self.running)
+            self._alike = min(until_done - 1, self.length + 1 - max(s.length for s in self.running))
+        return step
+
+    def _next_like(self, last: Step) -> Step:
+        """Returns the next step if sequences and rows are those of the last one."""
+        known = not self.late
+        tokens = [s.context[-1] for s in self.running] if known else last.tokens
+        places = range(0 if known else len(tokens))
+        for s in self.running:
+            s.cached += 1
+            s.length += 1
+        self._alike -= 1
+        self._last = Step(
+            None, [], tokens, last.lengths, [count + 1 for count in last.cached], last.sampled, self.running,
+            unread=(places, places), like=last if last.like is None else last.like,
+        )  # fmt: skip
+        return self._last
 
     def _grow(self) -> tuple[int, int] | None:
         """Makes rows longer if a sequence has filled its own. If there are too few rows then, the shortest sequences
         wait."""
-        needed = max((len(s.context) for s in self.running), default=0)
+        needed = max((s.length for s in self.running), default=0)
         if needed <= self.length:
             return None
         self.length = min(self.longest, max(needed, 2 * self.length))
         self.rows = min(self.rows, self.cache_tokens // self.length)
-        kept = sorted(self.running, key=lambda s: (-len(s.context), s.index))[: self.rows]
+        kept = sorted(self.running, key=lambda s: (-s.length, s.index))[: self.rows]
         back = [s for s in self.running if s not in kept]
         for s in back:
             s.cached, s.row = 0, -1
@@ -167,14 +251,15 @@ class Schedule:
         fresh: list[ActiveRequest] = []
         kept: list[ActiveRequest] = []
         free = self.rows - len(self.running)
-        for s in self.waiting if free else ():
-            begun = len(s.context) > len(s.prompt) or s.kept > 0
+        for i, s in enumerate(self.waiting):
+            if len(followers) + len(fresh) == free:
+                kept += self.waiting[i:]
+                break
+            begun = s.length > len(s.prompt) or s.kept > 0
             leader = None if begun else self._leaders.get(s.prompt)
             if self.recurrent and leader is not None and leader.cached > len(s.prompt) - 1:
                 leader = None
-            if len(followers) + len(fresh) == free:
-                kept.append(s)
-            elif leader is not None and leader is not s and not leader.done:
+            if leader is not None and leader is not s and not leader.done:
                 ready = leader.cached >= len(s.prompt) - 1  # else wait: a later step feeds the rest of the prompt
                 (followers if ready else kept).append(s)
             elif budget > 0:
@@ -182,11 +267,10 @@ class Schedule:
                     self._leaders[s.prompt] = s
                 fresh.append(s)
                 s.cached = s.kept
-                budget -= len(s.context) - s.kept
+                budget -= s.length - s.kept
             else:
                 kept.append(s)
-        if free:
-            self.waiting = kept
+        self.waiting = kept
         return followers, fresh
 
     def _place(
@@ -219,14 +303,93 @@ class Schedule:
 
     def take(self, step: Step, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Adds the tokens that were chosen for the sampled sequences of `step`, in their order."""
-        for i, token, log_prob in zip(step.sampled, tokens, log_probs, strict=True):
-            step.sequences[i].add(token, log_prob)
-        self.running = [s for s in step.sequences if not s.done]
+        chosen = [step.sequences[i] for i in step.sampled]
+        drawn = zip(chosen, tokens, log_probs, strict=True)
+        whole = [s for s, token, log_prob in drawn if not s.finished and s.add(token, log_prob)]
+        self.completed += len(whole)
+        if any(s.finished for s in whole):
+            self._gone += [s for s in self.running if s.finished]
+            self.running = [s for s in self.running if not s.finished]
+            if any(s.row < 0 for s in whole):  # it has lost its row meanwhile
+                self.waiting = [s for s in self.waiting if not s.finished]
+            self._last = None
 
-    @property
-    def completed(self) -> int:
-        """Returns the number of requests with a whole completion."""
-        return len(self.sequences) - len(self.waiting) - len(self.running)
+    def gone(self) -> list[ActiveRequest]:
+        """Returns the sequences that are fed no more since the last call, in the order of their rows, which are still
+        theirs."""
+        gone, self._gone = sorted(self._gone, key=lambda s: s.row), []
+        return gone
 
     def completions(self) -> list[tuple[int, Completion]]:
         return [(s.index, Completion(s.tokens, s.log_probs, s.finished)) for s in self.sequences]
+
+
+class Chosen:
+    """Holds the tokens that a step has chosen, on the device and on their way to the host.
+
+    parts: results [3, S] fp64 on the device, in the order of the sampled sequences: tokens, which are exact in fp64,
+    their log-probs, and 1 if they hold or 0 if the choice needs more candidates. more: for each part, its result from
+    more candidates.
+    """
+
+    def __init__(self, parts: list[Tensor], more: Sequence[Callable[[], Tensor]]) -> None:
+        self._parts, self._more = parts, more
+        self._copy()
+
+    def _copy(self) -> None:
+        self._result = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, dim=1)
+        self._host = HostCopy(self._result)
+
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """Returns [S] int64 on the device. They hold if no request filters by top_p."""
+        return self._result[0].long()
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Returns tokens and log-probs. The host waits for the step here, and nowhere else."""
+        while True:
+            tokens, log_probs, exact = self._host.tolist()
+            if all(exact):
+                return [int(token) for token in tokens], log_probs
+            start = 0
+            for i, part in enumerate(self._parts):
+                end = start + part.shape[1]
+                if not all(exact[start:end]):
+                    self._parts[i] = self._more[i]()
+                start = end
+            self._copy()
+
+
+def may_read_late(requests: Sequence[GenerateRequest], device: torch.device) -> bool:
+    """Returns whether the host reads a step's tokens while the device runs the next step. Tokens under top_p may need
+    a second look. A CPU gains nothing, and numbers of rows change its rounding."""
+    return device.type == "cuda" and all(r.sampling.greedy or r.sampling.top_p == 1 for r in requests)
+
+
+def complete(
+    schedule: Schedule,
+    launch: Callable[[Step, Tensor | None], Chosen],
+    *,
+    any_has_work: Callable[[bool], bool],
+    keep: Callable[[list[ActiveRequest]], None],
+    progress: Callable[[int], None],
+) -> dict[int, Completion]:
+    """Returns the completions of a schedule by index.
+
+    launch: begins a step, given what the step before has chosen. any_has_work: whether a rank that steps with this one
+    has work, from whether this one has. keep: gets the sequences that are fed no more while their rows are whole.
+    progress: gets the number of whole completions.
+    """
+    before: tuple[Step, Chosen] | None = None
+    while any_has_work(not schedule.done):
+        step = DUMMY if schedule.done else schedule.next()
+        now = step, launch(step, None if before is None else before[1].tokens)
+        read, before = (before, now) if schedule.late else (now, None)
+        if read is not None:
+            schedule.take(read[0], *read[1].read())
+        keep(schedule.gone())
+        progress(schedule.completed)
+    if before is not None:
+        schedule.take(before[0], *before[1].read())
+        progress(schedule.completed)
+    return dict(schedule.completions())

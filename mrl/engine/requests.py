@@ -45,10 +45,12 @@ class ActiveRequest:
     prompt: tuple[int, ...]
     context: list[int]  # the prompt and what followed
     key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
+    length: int  # tokens, with those that steps have chosen and nobody has read
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
     cached: int = 0  # tokens of the context in the cache
     row: int = -1  # of the cache
+    place: int = -1  # among the sequences that the last step has sampled
     finished: bool = False
 
     @property
@@ -57,13 +59,16 @@ class ActiveRequest:
 
     @property
     def done(self) -> bool:
-        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
+        """Returns whether no step feeds this sequence again."""
+        return self.finished or self.length >= len(self.prompt) + self.request.max_new_tokens
 
-    def add(self, token: int, log_prob: float) -> None:
+    def add(self, token: int, log_prob: float) -> bool:
+        """Adds a token that a step has chosen. Returns whether it ends the completion."""
         self.context.append(token)
         self.log_probs.append(log_prob)
         stop_at = self.request.stop_at
         self.finished = token in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
+        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
 
 
 def no_progress(done: int, of: int) -> None:

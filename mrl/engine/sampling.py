@@ -90,9 +90,9 @@ def noise_key(key: Sequence[int], position: int) -> int:
     return mix_int((key_hash(key) + GAMMA + position) & WORD)
 
 
-def noise_keys(hashes: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Returns [S] int64 on the CPU: `noise_key` of each sequence, from the signed hash of its key."""
-    return mix_in_place(torch.tensor(hashes) + torch.tensor(positions) + to_int64(GAMMA))
+def noise_keys(hashes: Tensor, positions: Sequence[int]) -> Tensor:
+    """Returns [S] int64 on the CPU: `noise_key` of each sequence, from the signed hash [S] of its key."""
+    return mix_in_place(hashes + torch.tensor(positions) + to_int64(GAMMA))
 
 
 def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
@@ -168,6 +168,12 @@ class SamplingRows:
             column([p.min_p for p in drawn], 0.0, torch.float32),
             max((p.top_k or (_CANDIDATES if p.top_p < 1 else 0) for p in drawn), default=0),
         )
+
+    def with_keys(self, noise_keys: Tensor) -> "SamplingRows":
+        """Returns the same parameters with other noise keys [S], from `noise_keys`."""
+        if self.noise_keys is None:
+            return self
+        return dataclasses.replace(self, noise_keys=tensor_on(self.noise_keys.device, noise_keys))
 
 
 def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 A step feeds one token of each running sequence. If sequences are few, the host needs longer to launch the kernels than
 they run. A CUDA graph launches them at once. But a graph has one shape, fixed memory for everything, and nothing that
 the host reads. So a step is widened to a bucket of rows and of positions. Its tokens and positions go into tensors that
-stay, and the decoder runs with `fixed`. A row beyond the sequences feeds token 0 at position 0 of an unused row of the
-cache, and its output is dropped.
+stay, and the decoder runs with `fixed`. A row beyond the sequences feeds any token at position 0 of an unused row of
+the cache, or at the next position of a row in use, and its output is dropped.
 
     fixed = DecodeGraphs(decoder, cache, captures=True)
     hidden = fixed(tokens, positions, None)     # [sequences, N]
@@ -71,13 +71,20 @@ class DecodeGraphs:
         self._of: tuple[int, int] | None = None  # shape of the cache that the buckets are for
         self._pool = torch.cuda.graph_pool_handle() if captures else None
 
-    def __call__(self, tokens: Sequence[int], positions: Sequence[int], hidden: Tensor | None) -> Tensor:
-        """Runs the decoder on one token of each of the first sequences. The result is valid until the next call."""
+    def __call__(
+        self, tokens: Tensor, positions: Sequence[int], hidden: Tensor | None, behind: Sequence[int] = ()
+    ) -> Tensor:
+        """Runs the decoder on one token of each of the first sequences. The result is valid until the next call.
+
+        behind: filled positions of the rows after these, if other sequences use them.
+        """
         count = len(tokens)
-        bucket = self._bucket(count, max(positions) + 1, hidden)
-        padding = [0] * (bucket.inputs.shape[1] - count)
-        device = bucket.inputs.device
-        bucket.inputs.copy_(tensor_on(device, [[*tokens, *padding], [*positions, *padding]]), non_blocking=True)
+        most = rows_of(count, self.cache.rows) - count
+        places = [*positions, *behind[:most]]
+        bucket = self._bucket(count, max(places) + 1, hidden)
+        padding = [0] * (bucket.inputs.shape[1] - len(places))
+        bucket.inputs[0, :count].copy_(tokens)
+        bucket.inputs[1].copy_(tensor_on(bucket.inputs.device, places + padding))
         if bucket.hidden is not None:
             bucket.hidden[:count] = hidden
         if self.captures and bucket.graph is None and bucket.steps >= BEFORE_CAPTURE:

@@ -48,3 +48,20 @@ def tensor_on(where: torch.device, values: Sequence[Any] | Tensor, dtype: torch.
     if where.type != "cuda":
         return torch.as_tensor(values, dtype=dtype, device=where)
     return torch.as_tensor(values, dtype=dtype).pin_memory().to(where, non_blocking=True)
+
+
+class HostCopy:
+    """Copies a tensor to the host. Only reading it waits, and not for what a GPU was given to do after the copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tolist(self) -> list[Any]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor.tolist()

@@ -55,9 +55,9 @@ class KVCache:
             self.states[layer] = tuple(one.new_zeros(self.rows, *one.shape) for one in empty)
         return self.states[layer]
 
-    def row(self, row: int) -> "CacheRow":
-        """Returns one row as a cache, for a forward of its sequence alone."""
-        return CacheRow(self, row)
+    def part(self, first: int, rows: int) -> "CachePart":
+        """Returns some of the rows as a cache, for a forward of their sequences alone."""
+        return CachePart(self, first, rows)
 
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
         """Copies (source row, target row, positions) in order, then gives the cache its new shape (rows, positions of a
@@ -105,20 +105,20 @@ class KVCache:
                 tensor[row, :, :places] = part[:, :places]
 
 
-class CacheRow(KVCache):
-    """Is a row of another cache, in its memory."""
+class CachePart(KVCache):
+    """Is some rows of another cache, in its memory."""
 
-    def __init__(self, whole: KVCache, row: int) -> None:
-        super().__init__(1, whole.length)
-        self.whole, self.at = whole, row
+    def __init__(self, whole: KVCache, first: int, rows: int) -> None:
+        super().__init__(rows, whole.length)
+        self.whole, self.here = whole, slice(first, first + rows)
 
     def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.whole.of_layer(layer, key, value)
-        return keys[self.at : self.at + 1], values[self.at : self.at + 1]
+        return keys[self.here], values[self.here]
 
     def states_of(self, layer: int, *empty: Tensor) -> tuple[Tensor, Tensor]:
         first, second = self.whole.states_of(layer, *empty)
-        return first[self.at : self.at + 1], second[self.at : self.at + 1]
+        return first[self.here], second[self.here]
 
 
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:

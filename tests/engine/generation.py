@@ -218,9 +218,9 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
     # what is widened: 5 sequences to 6 rows, and rows of 21 places at once
     requests = [*sampled_requests(), GenerateRequest([7, 3], 12, key=SamplingKey(3))]
     expected = engine.generate(requests)
-    calls, original = [], decode_graphs.DecodeGraphs.__call__
+    calls, apart, original = [], [], decode_graphs.DecodeGraphs.__call__
 
-    def poisoned(self, tokens, positions, hidden):
+    def poisoned(self, tokens, positions, hidden, behind):
         """As it is, with rows beyond that are no numbers, once more with zeros there, and without such rows."""
         count = len(tokens)
         shape = (
@@ -228,37 +228,40 @@ def fixed_shapes_give_the_same(config: RoleConfig) -> None:
             decode_graphs.places_of(max(positions) + 1, self.cache.length),
         )
         calls.append((count, shape[0]))
+        apart.append(any(behind))
         bucket, found = self._bucket(count, max(positions) + 1, hidden), []
-        states = {layer: [state.clone() for state in pair] for layer, pair in self.cache.states.items()}
+        states = [state for pair in self.cache.states.values() for state in pair]
+        tensors = [*states, *(tensor for pair in self.cache.layers.values() for tensor in pair)]
+        saved = [tensor.clone() for tensor in tensors]
 
         def once_more() -> None:
-            for layer, pair in states.items():
-                for state, before in zip(self.cache.states[layer], pair, strict=True):
-                    state[:count] = before[:count]
+            for state, before in zip(states, saved, strict=False):
+                state[:count] = before[:count]
 
         for beyond in (math.nan, 0.0):
             once_more()
-            for first, second in self.cache.states.values():
-                first[count:], second[count:] = beyond, beyond
-            for keys, values in self.cache.layers.values():
-                keys[count:], values[count:] = beyond, beyond
+            for tensor in tensors:
+                tensor[count:] = beyond
             if bucket.hidden is not None:
                 bucket.hidden[count:] = beyond
-            found.append(original(self, tokens, positions, hidden).clone())
+            found.append(original(self, tokens, positions, hidden, behind).clone())
         assert torch.equal(*found) and found[0].isfinite().all(), count
         place = found[0].device
         step = kv_cache.CachedStep.fixed(self.cache, torch.tensor(positions, device=place), shape[1])
         once_more()
-        alone = self.decoder(torch.tensor(tokens, device=place), hidden, step, fixed=True)
+        alone = self.decoder(tokens, hidden, step, fixed=True)
         exact = engine.model.transformer.num_moe_experts is None and not states
         bound = 0 if exact else 1e-5
         torch.testing.assert_close(found[0], alone, rtol=bound, atol=bound)
-        return found[0]
+        for tensor, before in zip(tensors, saved, strict=True):
+            tensor.copy_(before)
+        return original(self, tokens, positions, hidden, behind)  # over rows that other sequences may use
 
     with mock.patch.object(decode_graphs.DecodeGraphs, "__call__", poisoned):
         found = engine.generate(requests, cuda_graphs=True)
         assert any(rows > count for count, rows in calls), "no step was widened"
         tight = engine.generate(requests, cuda_graphs=True, cache_tokens=45, prefill_tokens=3)
+        assert any(apart) or engine.model.transformer.linear_attention_freq, "no prompt went on beside such a step"
     assert_alike(found, expected)
     assert_alike(tight, expected)
 

@@ -1,10 +1,11 @@
 """Continuous batching without a model: a toy whose next token is a hash of the whole context, and a cache of tokens.
 
-Every step the toy's cache must hold, in each row, just the context of the sequence that the step says is there: so rows
+`late` steps are planned before the tokens of the step before are read. Every step the toy's cache must hold, in each row, just the context of the sequence that the step says is there: so rows
 that move, are copied from another with the same prompt, or are fed in pieces are right, or the hash is not.
 """
 
 import random
+import types
 
 import pytest
 
@@ -43,15 +44,17 @@ class Cache(list):
         self[row] = list(copy[:places])
 
 
-def complete(requests, *, cache_tokens, prefill_tokens, kept=None, recurrent=False):
-    """(completions, steps) of a schedule over the toy."""
-    limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-    schedule = Schedule(list(enumerate(requests)), **limits, kept=kept, recurrent=recurrent)
-    cache = Cache([] for _ in range(schedule.rows))
-    cache.recurrent = recurrent
-    steps = []
-    while not schedule.done:
-        step = schedule.next()
+class Toy:
+    """Runs steps over rows of tokens. A step's tokens are known to the host when it reads them, and to the next step."""
+
+    def __init__(self, schedule, kept, prefill_tokens):
+        self.schedule, self.kept, self.prefill_tokens = schedule, kept, prefill_tokens
+        self.cache = Cache([] for _ in range(schedule.rows))
+        self.cache.recurrent = schedule.recurrent
+        self.steps, self.done, self.reads = [], [0], []
+
+    def launch(self, step, before):
+        cache, schedule, recurrent = self.cache, self.schedule, self.schedule.recurrent
         for source, target, places in step.copies:
             assert source != target and len(cache[source]) >= places
             assert len(cache[source]) == places or not recurrent
@@ -59,12 +62,14 @@ def complete(requests, *, cache_tokens, prefill_tokens, kept=None, recurrent=Fal
         if step.shape is not None:
             assert step.shape[0] <= len(cache)
             del cache[step.shape[0] :]
-        if kept is not None:
-            kept.restore(step.restored, cache)
-        assert len(cache) == schedule.rows and schedule.rows * schedule.length <= max(cache_tokens, 1)
+        if self.kept is not None:
+            self.kept.restore(step.restored, cache)
+        assert len(cache) == schedule.rows and schedule.rows * schedule.length <= max(schedule.cache_tokens, 1)
         assert 1 <= len(step.new) <= schedule.rows and all(step.new)
-        decoding = next((i for i, new in enumerate(step.new) if len(new) > 1), len(step.new))
-        assert sum(len(new) for new in step.new[decoding:]) <= prefill_tokens
+        assert schedule.late or not step.unread[0]
+        for place, source in zip(*step.unread, strict=True):
+            step.tokens[place] = before[source]
+        assert sum(step.lengths[step.decoding :]) <= self.prefill_tokens
         for row, (new, old) in enumerate(zip(step.new, step.cached, strict=True)):
             assert old in (0, len(cache[row])) or not recurrent
             cache[row] = cache[row][:old] + new
@@ -73,16 +78,35 @@ def complete(requests, *, cache_tokens, prefill_tokens, kept=None, recurrent=Fal
             assert row in step.sampled or without_last or row == len(step.new) - 1, (
                 "only the last prompt is fed in part"
             )
+        self.steps.append(step)
         chosen = [next_token(cache[row]) for row in step.sampled]
-        steps.append(step)
-        whole = schedule.completed
-        schedule.take(step, chosen, [float(t) for t in chosen])
-        if kept is not None:
-            kept.keep(step.ended, [cache])
-            assert kept.tokens <= kept.room
-        assert whole <= schedule.completed <= len(requests)
-    assert schedule.completed == len(requests)
-    return [completion for _, completion in schedule.completions()], steps
+
+        def read():
+            self.reads.append(len(self.steps))
+            return chosen, [float(t) for t in chosen]
+
+        return types.SimpleNamespace(tokens=chosen, read=read)
+
+    def keep(self, gone):
+        if self.kept is not None:
+            self.kept.keep(gone, [self.cache])
+            assert self.kept.tokens <= self.kept.room
+
+    def progress(self, done):
+        assert self.done[-1] <= done <= len(self.schedule.sequences)
+        self.done.append(done)
+
+
+def complete(requests, *, cache_tokens, prefill_tokens, kept=None, recurrent=False, late=False):
+    """(completions, steps) of a schedule over the toy."""
+    limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+    schedule = Schedule(list(enumerate(requests)), **limits, kept=kept, recurrent=recurrent, late=late)
+    toy = Toy(schedule, kept, prefill_tokens)
+    done = generation.complete(schedule, toy.launch, any_has_work=bool, keep=toy.keep, progress=toy.progress)
+    assert schedule.completed == toy.done[-1] == len(requests) or not toy.steps
+    steps = len(toy.steps)
+    assert toy.reads == (([*range(2, steps + 1), steps] if late else [*range(1, steps + 1)]) if steps else [])
+    return [done[i] for i in range(len(requests))], toy.steps
 
 
 def requests(numbers, count):
@@ -97,12 +121,14 @@ def requests(numbers, count):
 @pytest.mark.parametrize("cache_tokens", [18, 40, 1000])
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 100])
 @pytest.mark.parametrize(("first", "recurrent"), [(1, False), (4, False), (256, False), (4, True)])
-def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first, recurrent):
+@pytest.mark.parametrize("late", [False, True])
+def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first, recurrent, late):
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     for seed in range(150):
         numbers = random.Random(seed)
         wanted = requests(numbers, numbers.randint(0, 14))
-        done, _ = complete(wanted, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, recurrent=recurrent)
+        limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+        done, _ = complete(wanted, **limits, recurrent=recurrent, late=late)
         assert done == [alone(request) for request in wanted]
 
 
@@ -119,9 +145,10 @@ def test_samples_of_a_prompt_share_it(recurrent):
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("room", [0, 20, 1000])
 @pytest.mark.parametrize(("cache_tokens", "prefill_tokens", "first"), [(60, 3, 4), (200, 100, 256)])
-def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, cache_tokens, prefill_tokens, first):
+def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, late, cache_tokens, prefill_tokens, first):
     """Random conversations: those that go on, end, or change what was said before, are as without anything kept."""
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     with_kept, without, restored = 0, 0, 0
@@ -132,6 +159,7 @@ def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, cac
         while live:
             wanted = [GenerateRequest(t, numbers.randint(1, 6), (5, 6, 7), key=key(i)) for i, t in live.items()]
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens, "recurrent": recurrent}
+            limits["late"] = late
             (done, steps), (_, plain) = complete(wanted, **limits, kept=kept), complete(wanted, **limits)
             assert done == [alone(request) for request in wanted]
             with_kept, without = with_kept + fed(steps), without + fed(plain)

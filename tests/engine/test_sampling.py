@@ -85,7 +85,7 @@ def test_every_part_of_a_key_counts():
 
 def test_keys_of_a_step_are_those_of_each_sequence():
     keys = [SamplingKey(s, 2**40, 2**63 + s, s) for s in range(5)]
-    found = noise_keys([to_int64(key_hash(key)) for key in keys], range(95, 100))
+    found = noise_keys(torch.tensor([to_int64(key_hash(key)) for key in keys]), range(95, 100))
     assert found.tolist() == [to_int64(noise_key(key, 95 + i)) for i, key in enumerate(keys)]
 
 

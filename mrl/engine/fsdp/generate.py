@@ -10,11 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.fsdp.output import hidden_states, output_weight
-from mrl.engine.generation import DUMMY, Schedule, Step
+from mrl.engine.generation import Chosen, Schedule, Step, complete, may_read_late
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import LogitRule, VocabShard
 from mrl.engine.sampling import choose
@@ -24,7 +24,7 @@ from mrl.ops.kv_cache import CachedStep, KVCache
 
 @torch.no_grad()
 def generate(
-    use: Callable[[Callable[[nn.Module], tuple[list[int], list[float]]]], tuple[list[int], list[float]]],
+    use: Callable[[Callable[[nn.Module], Chosen]], Chosen],
     requests: Sequence[tuple[int, GenerateRequest]],
     *,
     device: torch.device,
@@ -43,29 +43,33 @@ def generate(
     any_rank: whether the flag is set on any rank. A rank that is done keeps step with the others, because gathering
     weights takes all.
     """
-    limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-    schedule = Schedule(requests, **limits, kept=kept, recurrent=recurrent)
+    schedule = Schedule(
+        requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept, recurrent=recurrent,
+        late=may_read_late([request for _, request in requests], device),
+    )  # fmt: skip
     cache = KVCache(schedule.rows, schedule.length)
-    while any_rank(not schedule.done):
-        step = DUMMY if schedule.done else schedule.next()
+
+    def launch(step: Step, before: Tensor | None) -> Chosen:
         cache.arrange(step.copies, step.shape)
         kept.restore(step.restored, cache)
-        schedule.take(step, *use(functools.partial(forward, step=step, cache=cache, device=device, rule=rule)))
-        kept.keep(step.ended, [cache])
-        progress(schedule.completed, len(requests))
-    return dict(schedule.completions())
+        return use(functools.partial(forward, step=step, before=before, cache=cache, device=device, rule=rule))
+
+    return complete(
+        schedule, launch, any_has_work=any_rank, keep=lambda gone: kept.keep(gone, [cache]),
+        progress=lambda done: progress(done, len(requests)),
+    )  # fmt: skip
 
 
 def forward(
-    hf: nn.Module, step: Step, cache: KVCache, device: torch.device, rule: LogitRule
-) -> tuple[list[int], list[float]]:
-    """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
-    cached = CachedStep(cache, tuple(map(len, step.new)), tuple(step.cached), device)
-    tokens = tensor_on(device, [token for tokens in step.new for token in tokens])
+    hf: nn.Module, step: Step, before: Tensor | None, cache: KVCache, device: torch.device, rule: LogitRule
+) -> Chosen:
+    """Chooses the tokens that follow the sampled sequences of a step."""
+    cached = CachedStep(cache, tuple(step.lengths), tuple(step.cached), device)
+    tokens = step.token_ids(device, before)
     hidden = hidden_states(hf, input_ids=tokens[None], position_ids=cached.positions[None], cached_step=cached)[0]
     if not step.sampled:
-        return [], []
+        return Chosen([hidden.new_zeros(3, 0, dtype=torch.float64)], ())
     last, weight = output_weight(hf, hidden[tensor_on(device, step.last)])
     logits = rule((last @ weight.t()).float())  # in fp32, as where log-probs are computed again
     chosen, log_probs = choose(logits, step.sampling(device), VocabShard(weight.shape[0]))
-    return chosen.tolist(), log_probs.tolist()
+    return Chosen([torch.stack([chosen.double(), log_probs, torch.ones_like(log_probs)])], ())

@@ -8,6 +8,7 @@ requests then feeds one token and ignores the result.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mrl.engine import collective
-from mrl.engine.generation import DUMMY, Schedule, Step, check_room
+from mrl.engine.generation import Chosen, Schedule, Step, check_room, complete, may_read_late
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron.model import Model
@@ -58,17 +59,18 @@ def run(
     schedule = Schedule(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept,
         recurrent=any(model.transformer.linear_attention_freq or ()),
+        late=may_read_late(requests, model.device) and not model.batch_invariant,
     )  # fmt: skip
     own_attention = contextlib.nullcontext() if model.spec == "local" else _own_attention(model)
     with own_attention, fp8.disabled(model.chunks), userbuffers.disabled(model.chunks):
         runner = _Runner(model, schedule, kept, cuda_graphs=cuda_graphs)
-        while _any_has_work(model, not schedule.done):
-            step = DUMMY if schedule.done else schedule.next()
-            schedule.take(step, *runner.forward(step))
-            kept.keep(step.ended, runner.caches)
-            progress(schedule.completed, len(mine))
+        completions = complete(
+            schedule, runner.launch,
+            any_has_work=functools.partial(_any_has_work, model),
+            keep=lambda gone: kept.keep(gone, runner.caches),
+            progress=lambda done: progress(done, len(mine)),
+        )  # fmt: skip
         model.captures_graphs &= all(fixed.captures for fixed in runner.fixed)
-    completions = dict(schedule.completions())
     if replicas > 1:
         everyone = collective.all_ranks().gather(completions)
         completions = {i: completion for part in everyone for i, completion in part.items()}
@@ -135,69 +137,93 @@ class _Runner:
         captures = self.model.captures_graphs
         return [DecodeGraphs(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
 
-    def forward(self, step: Step) -> tuple[list[int], list[float]]:
-        """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
+    def launch(self, step: Step, before: Tensor | None) -> Chosen:
+        """Begins a step. Returns the tokens that follow its sampled sequences. before: those of the step before."""
         for chunk, cache in enumerate(self.caches):
             cache.arrange(step.copies, step.shape)
             self.kept.restore(step.restored, cache, chunk)
-        return self._one_by_one(step) if self.model.batch_invariant else self._run_batch(step, self.caches)
+        if self.model.batch_invariant:
+            parts = self._one_by_one(step)
+        elif self.fixed and (count := self._apart(step)):
+            prompts = [cache.part(count, len(step.lengths) - count) for cache in self.caches]
+            parts = [self._run_batch(step.part(0, count), self.caches, before, behind=step.cached[count:])]
+            parts.append(self._run_batch(step.part(count, len(step.lengths)), prompts, before))
+        else:
+            parts = [self._run_batch(step, self.caches, before)]
+        return Chosen([result for result, _ in parts], [more for _, more in parts])
 
-    def _one_by_one(self, step: Step) -> tuple[list[int], list[float]]:
-        """Does what `forward` does, one token at a time, each over its own sequence, prompts too.
+    def _apart(self, step: Step) -> int:
+        """Returns how many leading sequences decode in fixed shapes while others of the step have prompts; 0 if all run
+        together.
+
+        Rows behind those that decode may be filled up with tokens that stand for nothing. Such a token takes the place
+        of a prompt's next one, which is written after it. States have no such place.
+        """
+        count = step.decoding
+        if count == len(step.lengths) or any(cache.states for cache in self.caches) and any(step.cached[count:]):
+            return 0
+        return count
+
+    def _one_by_one(self, step: Step) -> list[tuple[Tensor, Callable[[], Tensor]]]:
+        """Runs a step one token at a time, each over its own sequence, prompts too.
 
         So the computation of a sequence has the same shapes and the same alignment in memory, whatever shares the step.
         """
-        tokens, log_probs = [], []
+        parts = []
         for row, (new, cached) in enumerate(zip(step.new, step.cached, strict=True)):
-            caches = [cache.row(row) for cache in self.caches]
+            caches = [cache.part(row, 1) for cache in self.caches]
             for i, token in enumerate(new):
                 sampled = [0] if row in step.sampled and i == len(new) - 1 else []
-                alone = Step(None, [], [[token]], [cached + i], sampled, step.sequences[row : row + 1])
-                found = self._run_batch(alone, caches)
-                tokens += found[0]
-                log_probs += found[1]
-        return tokens, log_probs
+                alone = Step(None, [], [token], [1], [cached + i], sampled, step.sequences[row : row + 1])
+                parts.append(self._run_batch(alone, caches, None))
+        return parts
 
-    def _run_batch(self, step: Step, caches: Sequence[KVCache]) -> tuple[list[int], list[float]]:
-        """Does what `forward` does, for sequences in the order of their rows, through all chunks in pipeline order.
+    def _run_batch(
+        self, step: Step, caches: Sequence[KVCache], before: Tensor | None, behind: Sequence[int] = ()
+    ) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Runs sequences in the order of their rows through all chunks in pipeline order.
 
-        One copy brings the results to the host, the only wait of a step. It also says whether top_p needs more logits,
-        which is rare.
+        Returns what the last stage has chosen, as a part of `Chosen` and a function that looks among more candidates.
+        behind: how many tokens the rows after these have, if they belong to other sequences of the step.
         """
         dims, device = self.dims, devices.device()
-        flat = [token for tokens in step.new for token in tokens]
-        flat += [0] * (-len(flat) % (dims.tp if dims.sp and not self.lean else 1))
-        fixed = bool(self.fixed) and all(len(new) == 1 for new in step.new)  # no prompts
-        tokens = None if fixed else tensor_on(device, flat)
+        fixed = bool(self.fixed) and len(step.tokens) == len(step.lengths)  # no prompts
+        padding = -len(step.tokens) % (dims.tp if dims.sp and not self.lean else 1)
+        tokens = step.token_ids(device, before, padding)
         hidden, result, choice = None, None, None
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.model.coords.pp_rank:
                 if stage and dims.pp > 1:
-                    hidden = self._receive(len(flat), (pp_rank - 1) % dims.pp)
+                    hidden = self._receive(len(tokens), (pp_rank - 1) % dims.pp)
                 last = self.model.chunks[chunk].post_process
                 choice = _TokenChoice(step, self.model.hf["vocab_size"]) if last else None
-                if tokens is None:
-                    hidden = self.fixed[chunk](flat, step.cached, None if hidden is None else hidden.squeeze(1))
+                if fixed:
+                    hidden = self.fixed[chunk](
+                        tokens, step.cached, None if hidden is None else hidden.squeeze(1), behind
+                    )
                     hidden = self._output_of(chunk, hidden, choice)
                 else:
-                    lengths, alone = tuple(map(len, step.new)), self.model.batch_invariant
-                    cached = CachedStep(caches[chunk], lengths, tuple(step.cached), device, copies=alone)
+                    alone = self.model.batch_invariant
+                    cached = CachedStep(caches[chunk], tuple(step.lengths), tuple(step.cached), device, copies=alone)
                     hidden = self._chunk(chunk, tokens, hidden, cached, choice)
                 if last:
                     result = hidden
                 elif dims.pp > 1:
                     dist.send(hidden.contiguous(), self.ranks[(pp_rank + 1) % dims.pp], group=self.pp_group)
         if result is None:  # another rank has the last stage
-            result = torch.empty(len(step.sampled), 3, dtype=torch.float64, device=device)
-        while True:
-            if dims.pp > 1:
-                dist.broadcast(result, self.ranks[-1], group=self.pp_group)
-            found = result.tolist()  # a token's number is exact in fp64
-            if all(exact for _, _, exact in found):
-                return [int(token) for token, _, _ in found], [log_prob for _, log_prob, _ in found]
-            if choice is not None:
-                result = choice.among_more()
+            result = torch.empty(3, len(step.sampled), dtype=torch.float64, device=device)
+        return self._of_all_stages(result), functools.partial(self._among_more, choice, result)
+
+    def _among_more(self, choice: _TokenChoice | None, result: Tensor) -> Tensor:
+        """Chooses again, among more candidates. All ranks of a replica know that it is needed."""
+        return self._of_all_stages(result if choice is None else choice.among_more())
+
+    def _of_all_stages(self, result: Tensor) -> Tensor:
+        """Returns the result of the last stage on every stage."""
+        if self.dims.pp > 1:
+            dist.broadcast(result, self.ranks[-1], group=self.pp_group)
+        return result
 
     def _chunk(
         self,
@@ -207,8 +233,8 @@ class _Runner:
         cached: CachedStep,
         choose_next: Callable[..., Tensor] | None,
     ) -> Tensor:
-        """Returns hidden states [T (/tp), 1, N] for the next stage; on the last stage the result of `choose_next`, [S,
-        3]."""
+        """Returns hidden states [T (/tp), 1, N] for the next stage; on the last stage the result of `choose_next`, [3,
+        S]."""
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
@@ -246,14 +272,16 @@ class _TokenChoice:
         self._count = 0  # of candidates
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Returns [S, 3] fp64: tokens, their log-probs, and 1 if they hold or 0 if more candidates are needed.
+        """Returns [3, S] fp64: tokens, their log-probs, and 1 if they hold or 0 if more candidates are needed.
 
         hidden: [T, N] whole; weight: [V, N] local.
         """
         if not self.step.sampled:
-            return hidden.new_zeros(0, 3, dtype=torch.float64)
+            return hidden.new_zeros(3, 0, dtype=torch.float64)
         group = parallel_state.get_tensor_model_parallel_group()
-        logits = torch.nn.functional.linear(hidden[tensor_on(hidden.device, self.step.last)], weight)
+        if len(self.step.sampled) < len(hidden):
+            hidden = hidden[tensor_on(hidden.device, self.step.last)]
+        logits = torch.nn.functional.linear(hidden, weight)
         shard = VocabShard(self.vocab_size, group.rank() * weight.shape[0], group)
         rows = self.step.sampling(hidden.device)
         self._from, self._count = (logits, rows, shard), rows.candidates
@@ -268,5 +296,7 @@ class _TokenChoice:
     def _among(self) -> Tensor:
         assert self._from is not None
         token, log_prob, exact = choose_among(*self._from, self._count)
-        exact = torch.ones_like(token) if exact is None else exact
-        return torch.stack([t.double() for t in (token, log_prob, exact)], dim=-1)
+        if exact is None:
+            self._from = None  # these logits may wait for the host as long as the next step takes
+        holds = torch.ones_like(log_prob) if exact is None else exact.double()
+        return torch.stack([token.double(), log_prob, holds])
