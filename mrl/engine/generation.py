@@ -183,9 +183,10 @@ class Schedule:
         copies = self._place(decoding, followers, prompts + fresh)
         restored = [(s.row, s.request.key) for s in fresh if s.kept]
         self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
-        tokens, lengths, cached, budget = [], [], [s.cached for s in self.running], self.prefill_tokens
+        tokens: list[int] = []
+        sampled: list[int] = []
         unread: tuple[list[int], list[int]] = [], []
-        sampled = []
+        lengths, cached, budget = [], [s.cached for s in self.running], self.prefill_tokens
         for i, s in enumerate(self.running):
             decodes = i < len(decoding) + len(followers)
             end = min(s.length, s.cached + (1 if decodes else budget))

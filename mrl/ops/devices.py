@@ -54,8 +54,9 @@ class HostCopy:
     """Copies a tensor to the host. Only reading it waits, and not for what a GPU was given to do after the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._copied = tensor, None
-        if tensor.is_cuda:
+        self._tensor = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()

@@ -174,12 +174,16 @@ class CachedStep:
     @functools.cached_property
     def positions(self) -> Tensor:
         """Returns the index [T] of each token in its sequence."""
+        if self.decoding == len(self.new_lengths):
+            return devices.tensor_on(self.device, self.cached_lengths)
         pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
         return devices.tensor_on(self.device, [old + i for new, old in pairs for i in range(new)])
 
     @functools.cached_property
     def rows(self) -> Tensor:
         """Returns the row [T] of each token."""
+        if self.decoding == len(self.new_lengths):
+            return torch.arange(self.decoding, device=self.device)
         return devices.tensor_on(self.device, [i for i, new in enumerate(self.new_lengths) for _ in range(new)])
 
     @functools.cached_property

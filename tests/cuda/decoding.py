@@ -36,8 +36,8 @@ class _Sampling(_Given):
         return 0 if function == "_on_any_rank" else super().number(tensor, function)
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
-        if function == "_run_batch" and tensor.dim() == 2:
-            return [[1.0, -1.0, 1.0]] * len(tensor)
+        if function == "tolist" and tensor.dim() == 2:  # of HostCopy
+            return [[number] * tensor.shape[1] for number in (1.0, -1.0, 1.0)]
         return super().numbers(tensor, function)
 
 

@@ -9,7 +9,7 @@ from tests.cuda.cases import DELTA, DELTA_MOE, DENSE, GLM, LATENT, MOE, SINKS, _
 from tests.cuda.test_engine import unexpected
 from tests.tiers import in_tiers, nightly_but
 
-ONCE = {"mrl/engine/megatron/generate.py _run_batch tolist": 1.0}
+ONCE = {"mrl/ops/devices.py tolist synchronize": 1.0}
 
 
 GRAPHS, OF_TE = {"cuda_graphs": True}, {"cuda_graphs": True, "te_like": True}

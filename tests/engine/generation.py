@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -123,6 +124,21 @@ def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
         assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
 
 
+@contextlib.contextmanager
+def tokens_read_late() -> Iterator[None]:
+    """The host reads a step's tokens after it has begun the next one, as with a GPU. Those under top_p hold, because all
+    columns are candidates."""
+    from mrl.engine.fsdp import generate as of_fsdp
+    from mrl.engine.megatron import generate as of_megatron
+
+    with (
+        mock.patch("mrl.engine.sampling._CANDIDATES", tiny.VOCAB + 100),
+        mock.patch.object(of_fsdp, "may_read_late", lambda *_: True),
+        mock.patch.object(of_megatron, "may_read_late", lambda *_: True),
+    ):
+        yield
+
+
 def same_in_any_company(config: RoleConfig) -> None:
     """A request alone, shuffled requests, little cache, prompts in small pieces, few logits that top_p looks at first: the
     same tokens, in the requests' order."""
@@ -142,6 +158,17 @@ def same_in_any_company(config: RoleConfig) -> None:
     same(engine.generate(requests, prefill_tokens=1), everything)
     with mock.patch("mrl.engine.sampling._CANDIDATES", 2):
         same(engine.generate(requests), everything)
+    with tokens_read_late():
+        same(engine.generate(requests), everything)
+        kept, half = KeptSequences(200), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
+        begun = engine.generate(half, cache_tokens=45, prefill_tokens=3, kept=kept)
+        longer = [dataclasses.replace(r, tokens=[*r.tokens, *c.tokens]) for r, c in zip(requests, begun, strict=True)]
+        whole = [i for i in everything if begun[i].finished or requests[i].max_new_tokens <= 2]
+        rest = engine.generate([longer[i] for i in everything if i not in whole], kept=kept)
+    going_on = iter(rest)
+    for i in everything:
+        tokens = begun[i].tokens + ([] if i in whole else next(going_on).tokens)
+        assert tokens[: len(together[i].tokens)] == together[i].tokens
     greedy = [dataclasses.replace(r, sampling=GREEDY) for r in requests]
     assert engine.generate(greedy) != together and engine.generate([]) == []
     other = engine.generate([dataclasses.replace(r, key=r.key._replace(step=3)) for r in requests])

@@ -89,9 +89,9 @@ OF_MODELS = (
         ("between if sequences <= between and power >= 4 else power", "power"),
     ),
     *_of(
-        "engine/megatron/generate.py",
+        "engine/generation.py",
         "engine/test_generation.py::test_same_in_any_company[megatron pp2]",
-        ("if all(exact for _, _, exact in found):", "if found is not None:"),
+        ("            if all(exact):", "            if exact is not None:"),
     ),
     *_of(
         "ops/masked.py",
@@ -137,7 +137,9 @@ OF_DELTA_NETS = (
         "engine/generation.py",
         "engine/test_generation_schedule.py",
         ("leader.cached > len(s.prompt) - 1:", "leader.cached > len(s.context) + 9:"),
-        ("end = min(end, len(s.context) - 1)", "pass"),
+        ("end = min(end, s.length - 1)", "pass"),
+        ("if not s.finished and s.add(token, log_prob)", "if s.add(token, log_prob)"),
+        ("until_done - 1, self.length + 1 -", "until_done, self.length + 1 -"),
     ),
     *_of(
         "engine/kept.py",
