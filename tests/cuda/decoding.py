@@ -6,15 +6,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
 from tests.cuda.cases import Case
+from tests.cuda.operations import Operations
 from tests.cuda.run import _Given
 
 SEQUENCES, PROMPT, SHORT, LONG = 5, 30, 8, 11
@@ -26,7 +26,14 @@ class Found:
     replays: float  # of graphs, in a step
     lines: list[str]  # that are said of captures
     modules: set[str]  # classes of the layers
-    operations: float  # on CUDA tensors, in a step, but for those of graphs
+    operators: Counter[str]  # of all these steps, but for those in graphs (operations.py)
+    code: Counter[str]  # their lines
+    captured: Counter[str]  # operations in the graphs of a generation
+
+    @property
+    def operations(self) -> float:
+        """Returns the operations of a step."""
+        return self.operators.total() / (LONG - SHORT)
 
 
 class _Sampling(_Given):
@@ -39,18 +46,6 @@ class _Sampling(_Given):
         if function == "tolist" and tensor.dim() == 2:  # of HostCopy
             return [[number] * tensor.shape[1] for number in (1.0, -1.0, 1.0)]
         return super().numbers(tensor, function)
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations on CUDA tensors, views too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
-        self.count += any(t.device.type == "cuda" for t in tensors)
-        return out
 
 
 def steps(
@@ -100,16 +95,17 @@ def steps(
                 GenerateRequest([3 + i] * PROMPT, new, sampling=SamplingParams(**filters or {}))
                 for i in range(sequences)
             ]
-            with _Operations() as operations:
+            with Operations(lines=True) as operations:
                 completions = engine.generate(requests, cuda_graphs=cuda_graphs)
             assert [len(c.tokens) for c in completions] == [new] * sequences
-            found.append((dict(run.syncs), run.replays, operations.count))
+            found.append((dict(run.syncs), run.replays, operations))
         (first, some, few), (second, more, many) = found
         each = {line: (n - first.get(line, 0)) / (LONG - SHORT) for line, n in second.items()}
         layers = {type(m).__name__ for chunk in engine.model.chunks for m in chunk.decoder.layers.modules()}
         return Found(
             {line: n for line, n in each.items() if n}, (more - some) / (LONG - SHORT),
-            lines, layers, (many - few) / (LONG - SHORT),
+            lines, layers, many.operators - few.operators, many.lines - few.lines,
+            many.captured,
         )  # fmt: skip
 
 

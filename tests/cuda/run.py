@@ -6,9 +6,11 @@ many tokens each expert gets (as even as can be).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,30 +60,12 @@ def _with_numbers(values: Any) -> torch.Tensor:
 
 def run(case: Case) -> Result:
     """Builds the engine and makes one update."""
-    fake.join_world(case.rank, case.world)
-    from mrl.batch import Batch
-    from mrl.engine.lora import identity
     from mrl.engine.megatron import inputs
     from mrl.mcore_models import fp8, userbuffers
     from tests.cuda import update
 
-    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
-    if case.lora:
-        models.write_zeros(folder)
-    given = _Given(case)
-    given.experts.install()
-    prepare = inputs.prepare
-
-    def on_the_device(batch: Any, *args: Any, device: Any, **kwargs: Any) -> Any:
-        """`prepare` looks into tokens, so it has real ones; what it moves to the device becomes fake there."""
-        with unset_fake_temporarily():
-            made = prepare(batch, *args, device=torch.device("meta"), **kwargs)
-        return _moved(made, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device if t.is_meta else t.device))
-
-    inputs.prepare = on_the_device
-    Batch.select, identity.fingerprint = _on_real_tensors(Batch.select), _on_real_tensors(identity.fingerprint)
-    batch = update.batch_of(case)
-    with fake.Fake(given) as watched:
+    batch, given = update.batch_of(case), _Given(case)
+    with on_one_rank(case, given) as (folder, watched):
 
         def built(dims: Any, hidden: int) -> None:
             multiple = fp8.multiple_of(case.megatron)
@@ -94,7 +78,37 @@ def run(case: Case) -> Result:
         return dataclasses.replace(result, unordered=watched.order.found, of_te=watched.order.of_te)
 
 
-def _on_real_tensors(function: Any) -> Any:
+@contextlib.contextmanager
+def on_one_rank(case: Case, given: _Given) -> Iterator[tuple[Path, fake.Fake]]:
+    """This process is one rank of the case's world, on fake CUDA tensors inside. Yields the model's folder, and what is
+    watched."""
+    fake.join_world(case.rank, case.world)
+    from mrl.batch import Batch
+    from mrl.engine.lora import identity
+    from mrl.engine.megatron import inputs
+
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    if case.lora:
+        models.write_zeros(folder)
+    given.experts.install()
+    inputs.prepare = made_on_the_device(inputs.prepare)
+    Batch.select, identity.fingerprint = on_real_tensors(Batch.select), on_real_tensors(identity.fingerprint)
+    with fake.Fake(given) as watched:
+        yield folder, watched
+
+
+def made_on_the_device(prepare: Any) -> Any:
+    """An engine's `prepare`, which looks into tokens: it has real ones, and what it moves to the device is fake there."""
+
+    def prepared(batch: Any, *args: Any, device: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            made = prepare(batch, *args, device=torch.device("meta"), **kwargs)
+        return _moved(made, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device if t.is_meta else t.device))
+
+    return prepared
+
+
+def on_real_tensors(function: Any) -> Any:
     """What looks into the numbers of a batch or a file gets them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
