@@ -44,7 +44,9 @@ class Row:
     graphs: bool = False
 
     def __str__(self) -> str:
-        words = [self.model, self.spec] + ["with te"] * (self.te and self.spec == "local") + ["grouped_mm"] * self.grouped
+        words = (
+            [self.model, self.spec] + ["with te"] * (self.te and self.spec == "local") + ["grouped_mm"] * self.grouped
+        )
         return " ".join(words + ["decode"] * self.decodes + ["graphs"] * self.graphs)
 
     def case(self, layers: int) -> Case:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cuda import decoding, fake, run  # before mrl: fake.py says what torch is here
+from tests.cuda import decoding, run  # before mrl: fake.py says what torch is here
 from tests.cuda.cases import Case
 from tests.cuda.count_cases import RAGGED, Counted, Row
 from tests.cuda.operations import Operations

@@ -51,7 +51,9 @@ def _line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        package = next((p for p in ("/mrl/", "/megatron/core/", "/transformers/", "/transformer_engine/") if p in file), "")
+        package = next(
+            (p for p in ("/mrl/", "/megatron/core/", "/transformers/", "/transformer_engine/") if p in file), ""
+        )
         if package and "peak_bytes" not in file:
             return f"{name}{file[file.rfind(package) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

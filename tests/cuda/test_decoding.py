@@ -48,18 +48,16 @@ FILTERED = GRAPHS | {"filters": {"temperature": 0.7, "top_p": 0.9}}
 
 
 GROWTH = [
-    (DENSE, FILTERED, 200), (DELTA, {}, 500), (DENSE, {}, 450), (DENSE, GRAPHS, 200), (DENSE, {"filters": {"top_k": 20}}, 450),
-    (DELTA, GRAPHS, 200),
+    (DENSE, FILTERED), (DELTA, {}), (DENSE, {}), (DENSE, GRAPHS), (DENSE, {"filters": {"top_k": 20}}), (DELTA, GRAPHS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, options, most", in_tiers(GROWTH[:1], GROWTH[1:2], GROWTH), ids=str)
-def test_operations_of_a_step_do_not_grow_with_sequences(worker, model, options, most):
-    """With graphs most are in them. In its two layers a model with a gated delta net has a hundred more."""
+@pytest.mark.parametrize("model, options", in_tiers(GROWTH[:1], GROWTH[1:2], GROWTH), ids=str)
+def test_operations_of_a_step_do_not_grow_with_sequences(worker, model, options):
+    """How many there are: test_counts.py."""
     case = _case(model)
     few, many = (worker.call("tests.cuda.decoding:steps", case, sequences=n, **options) for n in (5, 90))
-    assert few.operations == many.operations and few.waits == many.waits == ONCE
-    assert many.operations <= most
+    assert few.operations == many.operations > 0 and few.waits == many.waits == ONCE
 
 
 @pytest.mark.slow
