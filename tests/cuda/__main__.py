@@ -2,7 +2,7 @@
 what it takes with transformer-engine's modules. Or counts the operations of steps.
 
 python -m tests.cuda
-python -m tests.cuda counts [WORD ...]             figures of the rows whose names have each word, beside their ceilings
+python -m tests.cuda counts [WORD ...]             figures of the rows whose names have all these words, beside their ceilings
 python -m tests.cuda counts [WORD ...] --lines 20  and the lines of code that dispatch most, of a model of two layers
 python -m tests.cuda counts [WORD ...] --lower     and their ceilings are lowered to them
 """
@@ -36,7 +36,7 @@ def counts(arguments: argparse.Namespace) -> int:
     file = count_cases.read()
     if file["versions"] != count_cases.installed():
         raise SystemExit(f"the ceilings are of {file['versions']}, and here are {count_cases.installed()}")
-    chosen = [r for name, r in count_cases.ROWS.items() if all(word in name for word in arguments.words)]
+    chosen = [r for name, r in count_cases.ROWS.items() if {*arguments.words} <= {*name.split()}]
     high = []
     with contextlib.ExitStack() as stack:
         workers: dict[bool, Any] = {}
