@@ -129,10 +129,13 @@ class Turning:
 
     own: Callable[..., Any]
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any) -> Any:
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        if options or len(given) != 4:  # queries alone, other positions or another dimension of heads
+            return self.own(*given, **options)
+        q, k, cos, sin = given
         same = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.dim() == 3
-        if others or options or not same or not launch.uses_triton(q):
-            return self.own(q, k, cos, sin, *others, **options)
+        if not same or not launch.uses_triton(q):
+            return self.own(q, k, cos, sin)
         turned = layers.rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return tuple(t.transpose(1, 2) for t in turned)
 
