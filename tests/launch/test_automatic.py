@@ -104,7 +104,7 @@ def test_more_memory_gives_more_tokens(monkeypatch):
     found = []
     for mib in (4800, 5600):
         monkeypatch.setattr(start, "_gpus", lambda mib=mib: [("NVIDIA H100", mib << 20, (9, 0))])
-        overrides, (line,) = start._choose_auto(SFT, config, "sft.yaml", given, 1, None, False)
+        overrides, (line,) = start._choose_auto(SFT, config, "sft.yaml", given, 1, False)
         tokens = int(overrides[-1].partition("=")[2])
         assert f"{tokens:,}" in line
         card = gpu_here("NVIDIA H100", int((mib << 20) * 0.9), None, (9, 0))
