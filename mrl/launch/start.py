@@ -53,7 +53,7 @@ def start(
         else:
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
-    chosen, auto_notes = _choose_auto(command, config, config_path, overrides, world_size, joined, shows)
+    chosen, auto_notes = _choose_auto(command, config, config_path, overrides, world_size, shows)
     if chosen is not overrides:
         config = load_config(config_path, chosen, command.root)
         parts = preflight.check_files(command, config)
@@ -102,17 +102,12 @@ def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
 
 
 def _choose_auto(
-    command: TrainingCommand, config: Config, path: str, overrides: Sequence[str], world_size: int,
-    joined: JoinedWorld | None, shows: bool,
-) -> tuple[Sequence[str], list[str]]:  # fmt: skip
+    command: TrainingCommand, config: Config, path: str, overrides: Sequence[str], world_size: int, shows: bool
+) -> tuple[Sequence[str], list[str]]:
     """Returns overrides with numbers for `auto`, and lines about them: those given and none where there is no GPU."""
-    keys = [] if "cpu" in preflight.devices(command, config) else automatic.auto_keys(command, config)
-    gpus = _gpus() if keys else []
+    gpus = [] if "cpu" in preflight.devices(command, config) or not automatic.auto_keys(command, config) else _gpus()
     if not gpus:
         return overrides, []
-    if joined is not None and world_size > 1:  # ranks on other GPUs would choose other numbers, and wait forever
-        why = f"is chosen once for all ranks, and {joined.launcher} starts each of them apart"
-        raise ConfigError(keys[0], "auto", why, "give a number; the same run by --nproc, or --dry-run, says one")
     from mrl.launch import planning
 
     with announce("planning what fits", shows=shows):
