@@ -34,7 +34,8 @@ def start(
     Returns 1 if a rank ended by a fault of mrl, after printing it.
     """
     joined = joined_world(os.environ)
-    overrides = automatic.kept(command, load_config(config_path, overrides, command.root), overrides)
+    config = load_config(config_path, overrides, command.root)
+    overrides = automatic.kept(command, config, overrides)
     config = load_config(config_path, overrides, command.root)
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
@@ -53,16 +54,18 @@ def start(
         else:
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
-    chosen, auto_notes = _choose_auto(command, config, config_path, overrides, world_size, shows)
+    chosen, notes_of_auto = _choose_auto(command, config, config_path, overrides, world_size, shows)
     if chosen is not overrides:
         config = load_config(config_path, chosen, command.root)
         parts = preflight.check_files(command, config)
+    for note in notes_of_auto if shows or dry_run else ():
+        print(f"# {note}" if dry_run else note, flush=True)
     if dry_run:
         preflight.check_code(command, config)
         notes = showing.notes(command, config)
         for line in describe(command, config, parts, layouts):
             print(line, flush=True)
-        for line in (*auto_notes, *_not_here(parts, config), *str(saved or "").splitlines()):
+        for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
             print(f"# {line}", flush=True)
         for note in notes:
             print(f"# data: {note}", flush=True)
@@ -70,7 +73,7 @@ def start(
         if memory is not None:
             print(f"# memory: {memory}", flush=True)
         return None
-    for note in (*auto_notes, *command.rate_notes(config)) if shows else ():
+    for note in command.rate_notes(config) if shows else ():
         print(note, flush=True)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
