@@ -123,9 +123,6 @@ class ServerConfig:
     )
 
 
-DEFAULT_CACHE = 65536
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     backend: Literal["native", "vllm", "sglang", "recorded"] = key(
@@ -145,11 +142,10 @@ class RolloutConfig:
     )
     stop: tuple[str, ...] = key((), "texts that end a completion, next to the model's own end tokens")
     stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, next to the model's own", minimum=0)
-    cache_tokens: int | Literal["auto"] = key(
-        DEFAULT_CACHE,
+    cache_tokens: int = key(
+        65536,
         "for backend native: tokens in the KV cache of a replica of the model, at least one longest sequence. "
-        "Conversations between turns may take half of it. auto: 65536, but on a GPU what mrl plan says fits, at most "
-        "what a step can fill; a run writes the number into config.yaml",
+        "Conversations between turns may take half of it",
         minimum=1,
         may_change=True,
     )
@@ -192,11 +188,6 @@ class RolloutConfig:
         60.0, "longest wait for one reset or step of an environment", above=0, maximum=MAX_SECONDS, may_change=True
     )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
-
-    @property
-    def cache_size(self) -> int:
-        """`cache_tokens`; the default for auto, which `mrl.launch.automatic` has not replaced."""
-        return DEFAULT_CACHE if self.cache_tokens == "auto" else self.cache_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -129,19 +129,13 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    tokens: int | Literal["auto"] | None = key(
+    tokens: int | None = key(
         None,
         "most tokens of a micro-batch on one replica, padding included, before cp splits them. Excludes `size`. null: "
-        "4096, or the longest sequence that the config allows. auto: as null, but on a GPU what mrl plan says fits, at "
-        "most 32768; a run writes the number into config.yaml",
+        "4096, or the longest sequence that the config allows",
         minimum=1,
     )
     size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
-
-    @property
-    def set_tokens(self) -> int | None:
-        """`tokens`; None for auto, which `mrl.launch.automatic` has not replaced."""
-        return None if self.tokens == "auto" else self.tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -325,7 +325,7 @@ def prepared(
     if use != "sample" and config.rollout.backend == "native" and "cache_tokens" not in rollout:
         # Of a chat half keeps the conversation between its turns. Neither half is larger than the conversation has
         # grown, and scores have no cache.
-        room = max(config.rollout.cache_size, 2 * config.max_length)
+        room = max(config.rollout.cache_tokens, 2 * config.max_length)
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, cache_tokens=room))
     check_inference(config)
     return config, place
@@ -337,7 +337,7 @@ def _longest_sequence(
     """Returns the tokens of the longest sequence, and what has so few, in words: whatever bounds it most."""
     bounds = [(positions, words)]
     given = rollout.get("cache_tokens")
-    room = given if type(given) is int and given > 0 else RolloutConfig().cache_size
+    room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
     if rollout.get("backend", "native") != "native":
         bounds.append(
             (MAX_POSITIONS, f"the {MAX_POSITIONS} tokens that a sequence has where data.max_prompt_length is not set")

@@ -37,7 +37,7 @@ def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list
     """
     if _plans_here():
         return _planned(path, overrides, **options)
-    return in_own_process(functools.partial(_planned, path, tuple(overrides), **options))
+    return _in_own_process(functools.partial(_planned, path, tuple(overrides), **options))
 
 
 def _plans_here() -> bool:
@@ -46,7 +46,7 @@ def _plans_here() -> bool:
     return devices is not None and devices.device() == devices.META
 
 
-def in_own_process(function: Callable[..., _Result], *given: Any) -> _Result:
+def _in_own_process(function: Callable[..., _Result], *given: Any) -> _Result:
     """Calls a function that plans. Its process makes no models for anything else, and believes in no GPU; this one
     stays as it is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_hide_gpus) as pool:
@@ -141,10 +141,10 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
 def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
     """Returns whether a run fits its GPUs, and a line for the user. None means that it is not known.
 
-    It is planned in a process of its own (`in_own_process`).
+    It is planned in a process of its own (`_in_own_process`).
     """
     try:
-        return in_own_process(planned_verdict, command, config, world_size, card)
+        return _in_own_process(planned_verdict, command, config, world_size, card)
     except BrokenProcessPool:
         return None, "not planned: its process ended early; mrl plan says why"
 

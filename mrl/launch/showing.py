@@ -307,11 +307,11 @@ class OpenRows:
         role = self.command.engine_config(self.config, part)
         limit, lengths = role.engine.micro_batch, batch.lengths.tolist()
         made = plan_micro_batches(
-            lengths, group=batch.group, size=limit.size, tokens=limit.set_tokens, packed=role.packing
+            lengths, group=batch.group, size=limit.size, tokens=limit.tokens, packed=role.packing
         )  # fmt: skip
         sums = [sum(lengths[i] for i in one) for one in made]
         most = [len(one) * max(lengths[i] for i in one) for one in made]
-        of = pluralize(limit.size, "sequence") if limit.size is not None else f"at most {limit.set_tokens:,} tokens"
+        of = pluralize(limit.size, "sequence") if limit.size is not None else f"at most {limit.tokens:,} tokens"
         laid = "sequences end to end" if role.packing else f"padding {100 * (1 - sum(sums) / sum(most)):.1f} %"
         text = (
             f"the first batch on one replica: {pluralize(len(lengths), 'sequence')} in "

@@ -9,19 +9,16 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.launch import automatic, gpu_variables, preflight, showing
+from mrl.launch import gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.trainers.waits import announce
-
-if TYPE_CHECKING:
-    from mrl.plan.gpus import GPU
 
 LOADING = "loading PyTorch and what goes with it"
 
@@ -34,8 +31,6 @@ def start(
     Returns 1 if a rank ended by a fault of mrl, after printing it.
     """
     joined = joined_world(os.environ)
-    config = load_config(config_path, overrides, command.root)
-    overrides = automatic.kept(command, config, overrides)
     config = load_config(config_path, overrides, command.root)
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
@@ -54,12 +49,6 @@ def start(
         else:
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
-    chosen, notes_of_auto = _choose_auto(command, config, config_path, overrides, world_size, shows)
-    if chosen is not overrides:
-        config = load_config(config_path, chosen, command.root)
-        parts = preflight.check_files(command, config)
-    for note in notes_of_auto if shows or dry_run else ():
-        print(f"# {note}" if dry_run else note, flush=True)
     if dry_run:
         preflight.check_code(command, config)
         notes = showing.notes(command, config)
@@ -104,35 +93,17 @@ def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
     return lines
 
 
-def _choose_auto(
-    command: TrainingCommand, config: Config, path: str, overrides: Sequence[str], world_size: int, shows: bool
-) -> tuple[Sequence[str], list[str]]:
-    """Returns overrides with numbers for `auto`, and lines about them: those given and none where there is no GPU."""
-    gpus = [] if "cpu" in preflight.devices(command, config) or not automatic.auto_keys(command, config) else _gpus()
-    if not gpus:
-        return overrides, []
-    from mrl.launch import planning
-
-    with announce("planning what fits", shows=shows):
-        return planning.in_own_process(automatic.planned, command, path, overrides, world_size, _card(gpus[0]))
-
-
-def _card(of: tuple[str, int, tuple[int, int]]) -> GPU:
-    from mrl.plan.gpus import gpu_here
-    from mrl.trainers.throughput import peak_of
-
-    name, memory, capability = of
-    return gpu_here(name, memory, peak_of(name), capability)
-
-
 def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
     """Returns whether the run fits the GPUs of this machine, in words; None where it has none."""
     gpus = [] if "cpu" in preflight.devices(command, config) else _gpus()
     if not gpus:
         return None
     from mrl.launch import planning
+    from mrl.plan.gpus import gpu_here
+    from mrl.trainers.throughput import peak_of
 
-    return planning.verdict(command, config, world_size, _card(gpus[0]))[1]
+    name, memory, capability = gpus[0]
+    return planning.verdict(command, config, world_size, gpu_here(name, memory, peak_of(name), capability))[1]
 
 
 def _gpus() -> list[tuple[str, int, tuple[int, int]]]:

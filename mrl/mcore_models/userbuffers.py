@@ -73,9 +73,8 @@ def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
     """
     if not is_enabled(engine.megatron):
         return None
-    tokens = engine.micro_batch.set_tokens
-    assert tokens is not None, "check_config asks for it"
-    return -(-tokens // token_multiple(dims)) * token_multiple(dims)
+    assert engine.micro_batch.tokens is not None, "check_config asks for it"
+    return -(-engine.micro_batch.tokens // token_multiple(dims)) * token_multiple(dims)
 
 
 def _refuse(why: str, fix: str) -> NoReturn:
@@ -103,7 +102,7 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
     """Raises ConfigError if micro-batches have no one size, or if layers without a buffer train."""
     if not is_enabled(engine.megatron):
         return
-    if engine.micro_batch.set_tokens is None:
+    if engine.micro_batch.tokens is None:
         why = "needs micro-batches of one size, to which each is padded"
         _refuse(why, "set engine.micro_batch.tokens, and no engine.micro_batch.size")
     if model.lora is not None:
