@@ -170,6 +170,8 @@ def _new_file(name: str) -> Path:
     except OSError as error:
         fix = "name a file in a folder that exists"
         raise UserError("--save", name, f"cannot be written: {error.strerror}", fix) from error
+    if file.is_dir():
+        raise UserError("--save", name, "is a folder", "name a file")
     return file
 
 

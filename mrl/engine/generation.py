@@ -1,4 +1,4 @@
-"""Schedules continuous batching: the tokens of each sequence that a forward of a generation takes. No tensors.
+"""Schedules continuous batching: the tokens of each sequence that a forward of a generation takes.
 
 Every running sequence has a row of a key/value cache of fixed size. A step feeds one token of each sequence that is
 past its prompt, and a bounded number of prompt tokens of the others. A finished sequence leaves and a waiting one takes

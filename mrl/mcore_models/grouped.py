@@ -7,7 +7,8 @@ and the GPU waited for it (benchmarks/results/gpu-h100-training.md).
 Modules, parameters and their names stay as they are, of either spec. Only the order of sums changes. Each expert's
 weight stays a parameter, so checkpoints, adapters, Muon and guards see what they see of experts one by one. But the
 weights of a linear layer lie one after the other in memory, and so do their gradients in DDP's buffer: a product takes
-them as one tensor, and one addition adds their gradients.
+them as one tensor, and one addition adds their gradients. Only if a bucket of DDP ends between two experts, products
+stack them.
 
 Dimensions: `T` tokens of all experts of a rank, `E` its experts, `I` inputs and `O` outputs of a linear layer.
 """
@@ -118,7 +119,7 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns a view [E, ...] of E tensors with equal distances in one memory; None if they lie otherwise."""
     first = tensors[0]
     places = [tensor.storage_offset() for tensor in tensors]
-    step = places[1] - places[0]
+    step = places[1] - places[0] if len(places) > 1 else first.numel()
     if step < first.numel() or places != list(range(places[0], places[0] + step * len(places), step)):
         return None
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1, "experts lie in several buffers"
@@ -207,7 +208,9 @@ def _grouped(self: Any, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Non
 
 def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
     """Replaces the forward pass of `SequentialMLP` by its first expert's, with linear layers of all experts."""
-    linear = [part for expert in self.local_experts for part in (expert.linear_fc1, expert.linear_fc2)]
+    # from the end of DDP's buffer, which is the order in which it gathers
+    last_first = list(self.local_experts)[::-1]
+    linear = [expert.linear_fc1 for expert in last_first] + [expert.linear_fc2 for expert in last_first]
     adapted = any(part._forward_hooks for part in linear)  # each adds what its adapter gives
     if adapted:
         return type(self).forward(self, hidden, tokens_per_expert, probs)

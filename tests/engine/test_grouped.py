@@ -103,6 +103,8 @@ def test_a_view_is_of_tensors_with_equal_distances():
         assert grouped._as_one([memory[start : start + 6].view(2, 3) for start in places]) is None
     with pytest.raises(AssertionError, match="several buffers"):
         grouped._as_one([memory[:6], memory.clone()[6:12]])
+    one = torch.zeros(2, 3)
+    assert torch.equal(grouped._as_one([one]), one[None])  # a rank with one expert
 
 
 def test_checkpoints_are_those_of_single_experts(folder, tmp_path):

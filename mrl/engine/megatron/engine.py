@@ -384,8 +384,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         kept: KeptSequences | None = None,
         cuda_graphs: bool = False,
     ) -> list[Completion]:
-        """Does what every engine does. cuda_graphs: steps that feed one token of each sequence are replayed as graphs
-        on GPUs."""
+        """Does what every engine does. cuda_graphs: sequences past their prompt are replayed as graphs on GPUs."""
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}

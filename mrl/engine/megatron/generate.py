@@ -48,7 +48,7 @@ def run(
 ) -> list[Completion]:
     """Returns the completions in the order of the requests, on every rank.
 
-    cuda_graphs: steps without prompts have fixed shapes if the model allows it (decode_graphs.py).
+    cuda_graphs: sequences past their prompt have fixed shapes if the model allows it (decode_graphs.py).
     """
     check_room(requests, cache_tokens)
     fp8.forget_copies(model.chunks)  # decoding is in bfloat16, so their memory is free for the cache
@@ -160,7 +160,9 @@ class _Runner:
         of a prompt's next one, which is written after it. States have no such place.
         """
         count = step.decoding
-        if count == len(step.lengths) or any(cache.states for cache in self.caches) and any(step.cached[count:]):
+        # of the whole model, since all pipeline stages must run the same parts
+        recurrent = any(self.model.transformer.linear_attention_freq or ())
+        if count == len(step.lengths) or recurrent and any(step.cached[count:]):
             return 0
         return count
 
