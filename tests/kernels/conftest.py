@@ -7,7 +7,7 @@ from mrl.kernels import launch
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
+def interpreted():
     interpreter = pytest.importorskip("triton.runtime.interpreter", reason="the CPU build of torch has no triton")
     convert = interpreter._convert_float
 
@@ -17,6 +17,7 @@ def interpreted(monkeypatch):
             return convert(numbers, source, target, mode)
         return torch.tensor(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
 
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
-    with launch.interpreted():
+    # a patch of its own: `monkeypatch` would be undone after the context ends, and a test's changes of it with it
+    with pytest.MonkeyPatch.context() as patch, launch.interpreted():
+        patch.setattr(interpreter, "_convert_float", rounded)
         yield
