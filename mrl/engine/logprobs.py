@@ -323,7 +323,8 @@ class _HiddenLogProbs(torch.autograd.Function):
             del logits  # else the next chunk's would be there beside them
         log_probs, entropy, lse = _join_parts(parts, labels, hidden, spec)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy, *kept)
-        ctx.spec, ctx.reduce_grad, ctx.weight = spec, reduce_grad, weight
+        ctx.spec, ctx.reduce_grad = spec, reduce_grad
+        ctx.weight = weight if weight.is_leaf else None  # a merged or cast one goes with the saved tensors
         if spec.entropy != "differentiable":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -336,7 +337,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         valid = spec.shard.num_valid(weight.shape[0])
         real = weight[:valid]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        main_grad = _main_grad(ctx.weight) if needs_weight else None
+        main_grad = _main_grad(ctx.weight) if needs_weight and ctx.weight is not None else None
         grad_weight = main_grad
         if needs_weight and main_grad is None:  # accumulated over chunks in fp32 or better
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,13 +25,20 @@ NAME = "gated_delta_nets"
 
 
 @functools.cache
-def _rule() -> Callable[..., Any] | None:
-    """Returns `chunk_gated_delta_rule` of fla, or None if it is absent or older than `OLDEST`."""
+def _version() -> str | None:
+    """Returns the version of fla-core, or None if it is absent or older than `OLDEST`."""
     if importlib.util.find_spec("fla") is None:
         return None
-    numbers = importlib.metadata.version("fla-core").split(".")[:2]
-    if tuple(int(number) for number in numbers) < OLDEST:
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:  # a package fla of its own, as older ones were
         return None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return version if numbers is not None and tuple(map(int, numbers.groups())) >= OLDEST else None
+
+
+@functools.cache
+def _rule() -> Callable[..., Any]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule
@@ -38,15 +46,14 @@ def _rule() -> Callable[..., Any] | None:
 
 def takes(value: Tensor) -> bool:
     """Returns whether fla's kernels compute the rule for these values."""
-    return value.is_cuda and choice(value.dtype) != OWN
+    return value.is_cuda and value.dtype.itemsize == 2 and _version() is not None
 
 
 def choice(dtype: torch.dtype, *, repeatable: bool = False) -> str:
     """Returns whose rule a GPU computes, with its version. repeatable: not by kernels that may round apart in another
     process."""
-    if dtype.itemsize != 2 or repeatable or _rule() is None:
-        return OWN
-    return f"fla-core {importlib.metadata.version('fla-core')}"
+    version = _version()
+    return OWN if dtype.itemsize != 2 or repeatable or version is None else f"fla-core {version}"
 
 
 def notes(chosen: Mapping[str, str]) -> list[str]:
@@ -58,20 +65,24 @@ def notes(chosen: Mapping[str, str]) -> list[str]:
 
 
 def chunked_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, state: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    starts: tuple[Tensor, Tensor],
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns outputs [T, G, R, V] in the dtype of value, and states [N, G, R, K, V] in fp32.
 
-    Arguments are those of `mrl.ops.delta_rule.chunked_rule`. starts: [N + 1], on the CPU, of the sequences and their
-    end.
-    """
-    rule = _rule()
-    assert rule is not None
+    Arguments are those of `mrl.ops.delta_rule.chunked_rule`. starts: [N + 1] of the sequences and their end, on the
+    device and on the CPU. fla makes indices of chunks once for each such tensor.
+    """  # fmt: skip
     heads, sharing = value.shape[1:3]
-    out, after = rule(
+    out, after = _rule()(
         *(x.to(value.dtype)[None] for x in (query, key)), value.flatten(1, 2)[None],
         decay.flatten(1)[None], beta.flatten(1)[None],
         initial_state=None if state is None else state.float().flatten(1, 2), output_final_state=True,
-        cu_seqlens=starts.to(value.device, non_blocking=True), cu_seqlens_cpu=starts,
+        cu_seqlens=starts[0], cu_seqlens_cpu=starts[1],
     )  # fmt: skip
     return out[0].unflatten(1, (heads, sharing)), after.unflatten(1, (heads, sharing))

@@ -39,7 +39,7 @@ class Chunks:
     active: tuple[int, ...]  # sequences that have a first chunk, a second, ...
     by_length: Tensor  # [N] the sequences, longest first
     positions: Tensor  # [T] index of each token in its sequence
-    starts: Tensor  # [N + 1] of the sequences and their end, on the CPU
+    starts: tuple[Tensor, Tensor]  # [N + 1] of the sequences and their end, on the device and on the CPU
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
@@ -60,8 +60,9 @@ class Chunks:
         token, place, by_length, positions = (
             devices.tensor_on(device, values) for values in (token, place[:total], by_length, positions)
         )
-        starts = torch.from_numpy(np.append(starts_N, total))
-        return cls(size, token, place, tuple(active), by_length, positions, starts)
+        starts = np.append(starts_N, total)
+        both = devices.tensor_on(device, starts), torch.from_numpy(starts)
+        return cls(size, token, place, tuple(active), by_length, positions, both)
 
 
 class _Rows(torch.autograd.Function):
