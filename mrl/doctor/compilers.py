@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import pathlib
-import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
 
 from mrl.doctor.findings import Finding, fault, note, ok
+from mrl.kernels import compiler
 
 
 def c_compiler(environment: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
     """Looks for triton's compiler (triton/runtime/build.py). gpu: a GPU is here; nothing else needs the compiler."""
-    wanted, include = environment.get("CC"), sysconfig.get_paths()["include"]
-    path = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
+    path, what = compiler.c_compiler(environment)
     fix = "apt-get install gcc (dnf install gcc), or name one in CC"
-    if path is None:
-        what = f"no C compiler ({f'{wanted} is not on the PATH' if wanted else 'gcc or clang, or CC'})"
-    elif not pathlib.Path(include, "Python.h").exists():
-        what = f"no headers of Python for the C compiler (Python.h, in {include})"
+    if path is not None:
         named = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
         fix = f"apt-get install {named} (dnf install {named}el), or take a Python of uv, conda or pyenv, which has them"
-    else:
+    if not what:
         return ok("compiler.c", f"C compiler: {path}, with Python's headers", path=path)
     if not gpu:
         return note("compiler.c", f"{what}: nothing is lost without a GPU", path=path)

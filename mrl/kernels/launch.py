@@ -15,24 +15,27 @@ import functools
 import importlib
 import importlib.util
 import os
-import pathlib
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl.kernels import compiler
+
 _library = torch.library.Library("mrl", "FRAGMENT")
 _interpreted = False
 
 
-# triton 3.7 makes its launchers in C, with the environment's CC, else gcc, else clang (runtime/build.py)
-_wanted = os.environ.get("CC")
-_compiler = shutil.which(_wanted) if _wanted else shutil.which("gcc") or shutil.which("clang")
-_headers = pathlib.Path(sysconfig.get_paths()["include"], "Python.h")
-CAN_COMPILE = _compiler is not None and _headers.exists() and importlib.util.find_spec("triton") is not None
+MISSING = compiler.c_compiler()[1] if importlib.util.find_spec("triton") is not None else "no package triton"
+CAN_COMPILE = not MISSING
+
+
+def notes() -> list[str]:
+    """Returns a line for the user of a GPU whose kernels cannot be compiled."""
+    if CAN_COMPILE:
+        return []
+    return [f"kernels: torch's own run, which are slower, because there is {MISSING}; mrl doctor says more"]
 
 
 def uses_triton(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.cuda.cases import DENSE, LATENT, MOE, Case
+from tests.cuda.cases import DELTA, DENSE, LATENT, MOE, Case
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 
@@ -28,8 +28,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": (DENSE, _NARROW | {"hidden_size": 2048, "intermediate_size": 6144}),
     "experts": (MOE, _NARROW | _EXPERTS),
     "latent": (LATENT, {"vocab_size": 32768, "n_routed_experts": 32, "first_k_dense_replace": 0}),
+    "delta": (DELTA, {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 6144}),
 }
-"""Models of benchmarks/gpu_subjects.py, and one of latent attention and experts."""
+"""Models of benchmarks/gpu_subjects.py, one of latent attention and experts, and one of gated delta nets by mrl's rule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,11 @@ OTHERS = [
     Row("experts", "local", decodes=True, graphs=True),
     Row("latent", "local", decodes=True, graphs=True),
     Row("dense", "te", te=True, decodes=True, graphs=True),
+    Row("delta", "local"),
+    Row("delta", "fsdp"),
+    Row("delta", "te", te=True),
+    Row("delta", "local", decodes=True),
+    Row("delta", "local", decodes=True, graphs=True),
 ]
 ROWS = {str(row): row for row in [*QUICK, *OTHERS]}
 

@@ -1,5 +1,9 @@
 """The C compiler that triton takes: there, absent, and without the headers of Python."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 import sysconfig
 
 from mrl.doctor.compilers import c_compiler
@@ -24,3 +28,13 @@ def test_pythons_headers(programs, tmp_path, monkeypatch):
     assert "-dev" in found.fix
     (tmp_path / "Python.h").touch()
     assert c_compiler({}, gpu=True).what == f"C compiler: {programs}/clang, with Python's headers"
+
+
+def test_a_run_on_a_gpu_says_what_its_kernels_lack(programs):
+    """In a process of its own: the kernels' package looks once."""
+    code = "from mrl.kernels import launch; print(launch.CAN_COMPILE, *launch.notes())"
+    environment = os.environ | {"CC": "icc -m64"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("False kernels: torch's own run, which are slower, because there is no ")
+    if importlib.util.find_spec("triton") is not None:
+        assert "icc -m64 is not on the PATH" in said.stdout

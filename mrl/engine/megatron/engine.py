@@ -33,7 +33,7 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
-from mrl.kernels import delta_rule
+from mrl.kernels import delta_rule, launch
 from mrl.mcore_models import cpu_stand_in
 from mrl.ops import devices
 from mrl.weights.accounting import copies_of
@@ -112,8 +112,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     @property
     def notes(self) -> list[str]:
         lines = choice_lines(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
-        lines += delta_rule.notes(self.chosen)
-        return lines if self.device.type == "cuda" else lines[1:]  # a CPU has one spec
+        # a CPU has one spec, and no kernels
+        return lines + launch.notes() + delta_rule.notes(self.chosen) if self.device.type == "cuda" else lines[1:]
 
     @property
     def chosen(self) -> dict[str, str]:
