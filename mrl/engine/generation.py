@@ -325,7 +325,7 @@ class Schedule:
         return [(s.index, Completion(s.tokens, s.log_probs, s.finished)) for s in self.sequences]
 
 
-class Chosen:
+class SampledTokens:
     """Holds the tokens that a step has chosen, on the device and on their way to the host.
 
     parts: results [3, S] fp64 on the device, in the order of the sampled sequences: tokens, which are exact in fp64,
@@ -369,7 +369,7 @@ def may_read_late(requests: Sequence[GenerateRequest], device: torch.device) -> 
 
 def complete(
     schedule: Schedule,
-    launch: Callable[[Step, Tensor | None], Chosen],
+    launch: Callable[[Step, Tensor | None], SampledTokens],
     *,
     any_has_work: Callable[[bool], bool],
     keep: Callable[[list[ActiveRequest]], None],
@@ -381,7 +381,7 @@ def complete(
     has work, from whether this one has. keep: gets the sequences that are fed no more while their rows are whole.
     progress: gets the number of whole completions.
     """
-    before: tuple[Step, Chosen] | None = None
+    before: tuple[Step, SampledTokens] | None = None
     while any_has_work(not schedule.done):
         step = DUMMY if schedule.done else schedule.next()
         now = step, launch(step, None if before is None else before[1].tokens)

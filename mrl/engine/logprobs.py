@@ -14,7 +14,7 @@ backward pass computes the softmax again in chunks, so no fp32 [T, V] exists. Lo
 
 On a GPU one kernel reads a chunk's logits (mrl/kernels/head.py), and one writes their gradient over those that the
 backward pass has computed again. So a chunk takes no memory but its logits. The gradient of the weight is added to its
-fp32 `main_grad` if it has one: see `_main_grad`.
+fp32 `main_grad` if it has one: see mrl/kernels/main_grad.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.kernels import head
+from mrl.kernels import head, operators
+from mrl.kernels.main_grad import main_grad_of, mark_added
 
 EntropyMode = Literal["none", "detached", "differentiable"]
 
@@ -176,7 +177,7 @@ def _chunk_tokens(columns: int, hidden: Tensor) -> int:
     """Returns how many tokens have fp32 logits of 16 MB on a CPU (about its caches) and 256 MB on a GPU (to keep it
     busy), or logits of 512 MB for the kernels: the torch code has three such tensors at once."""
     elements = 2**22 if hidden.device.type == "cpu" else 2**26
-    elements = 2**29 // hidden.element_size() if hidden.is_cuda and head.takes(hidden) else elements
+    elements = 2**29 // hidden.element_size() if hidden.is_cuda and operators.supports(hidden) else elements
     return max(1, elements // max(columns, 1))
 
 
@@ -194,10 +195,10 @@ class _Spec:
         assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
-        """Returns the real columns by the rule, divided by the temperature, in fp32 or better; new if that changes
-        anything. The kernels do this themselves: for them the columns are returned as they are."""
+        """Returns the real columns as they are for the kernels, which scale them. Otherwise by the rule, divided by the
+        temperature, in fp32 or better; new if that changes anything."""
         logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
-        if head.takes(logits_CV):
+        if operators.supports(logits_CV):
             return logits_CV
         logits_CV = self.rule(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)))
         return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV
@@ -225,7 +226,7 @@ def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> Tensor:
     the log-sum-exp, the entropy and the log-prob of each label [2 + K, C].
     """
     columns, labels_CK = z_CV.shape[1], _as_columns(labels_C)
-    if head.takes(z_CV):
+    if operators.supports(z_CV):
         shard, entropy = spec.shard, spec.entropy != "none"
         labels_CK = labels_CK.contiguous()
         return head.head_sums(z_CV, labels_CK, shard.start, spec.numbers, entropy, shard.group is None)
@@ -275,7 +276,7 @@ def _logits_gradient(
     [C]) or None. A kernel writes it over z_CV, in that dtype.
     """
     labels_CK, grad_CK = _as_columns(labels_C), _as_columns(grad_C)
-    if head.takes(z_CV):
+    if operators.supports(z_CV):
         entropy, entropy_grad = entropy_terms or (None, None)
         given = (t if t is None else t.contiguous() for t in (labels_CK, lse_C, grad_CK, entropy, entropy_grad))
         head.head_gradient_(z_CV, *given, spec.shard.start, spec.numbers)
@@ -337,14 +338,14 @@ class _HiddenLogProbs(torch.autograd.Function):
         valid = spec.shard.num_valid(weight.shape[0])
         real = weight[:valid]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        main_grad = _main_grad(ctx.weight) if needs_weight and ctx.weight is not None else None
+        main_grad = main_grad_of(ctx.weight) if needs_weight and operators.supports(weight) else None
         grad_weight = main_grad
         if needs_weight and main_grad is None:  # accumulated over chunks in fp32 or better
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for number, part in enumerate(_chunks(hidden.shape[0], spec.chunk)):
             logits = kept[number] if kept else hidden[part] @ weight.t()
             terms = (entropy[part], grad_entropy[part]) if spec.entropy == "differentiable" else None
-            z = spec.scaled(logits.clone() if kept and head.takes(logits) else logits)
+            z = spec.scaled(logits.clone() if kept and operators.supports(logits) else logits)
             grad = _logits_gradient(z, labels[part], lse[part], grad_log_prob[part], terms, spec).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, real, out=grad_hidden[part])
@@ -356,24 +357,9 @@ class _HiddenLogProbs(torch.autograd.Function):
         if needs_hidden and spec.shard.group is not None and ctx.reduce_grad:
             dist.all_reduce(grad_hidden, group=spec.shard.group)
         if main_grad is not None:
-            ctx.weight.grad_added_to_main_grad = True
+            mark_added(ctx.weight)
             grad_weight = torch.empty_like(weight)  # megatron's hook, which drops it, wants one
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-def _main_grad(weight: Tensor) -> Tensor | None:
-    """Returns megatron's fp32 gradient of the weight, if it may be added to here; None otherwise.
-
-    Under `gradient_accumulation_fusion` megatron's linear layers do the same (tensor_parallel/layers.py), and its hook
-    (distributed_data_parallel.py) drops the gradient that autograd sums. A tied weight is left to autograd, because
-    that sum has the gradient of the embedding, too.
-    """
-    main_grad, tied = getattr(weight, "main_grad", None), ("zero_out_wgrad", "shared_embedding")
-    if main_grad is None or main_grad.dtype != torch.float32 or not head.takes(weight):
-        return None
-    if not hasattr(weight, "grad_added_to_main_grad") or any(getattr(weight, name, False) for name in tied):
-        return None
-    return main_grad
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -395,7 +381,7 @@ def _join_parts(parts: list[Tensor], labels: Tensor, like: Tensor, spec: _Spec) 
         empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
         return empty.new_zeros(labels.shape), empty.clone(), empty.clone()
     sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    if head.takes(like) and spec.shard.group is None:
+    if operators.supports(like) and spec.shard.group is None:
         return sums[2:].t().reshape(labels.shape), sums[1], sums[0]
     log_probs, entropy, largest, log_total = _join(sums, spec.shard.group)
     return log_probs.reshape(labels.shape), entropy, largest + log_total

@@ -45,7 +45,7 @@ class ActiveRequest:
     prompt: tuple[int, ...]
     context: list[int]  # the prompt and what followed
     key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
-    length: int  # tokens, with those that steps have chosen and nobody has read
+    length: int  # tokens, sampled ones that the host has not read included
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
     cached: int = 0  # tokens of the context in the cache

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
-from mrl.kernels import draw
+from mrl.kernels import draw, operators
 from mrl.ops.devices import tensor_on
 
 _CANDIDATES = 128
@@ -200,7 +200,7 @@ def choose_among(
     not, call again with `CANDIDATE_FACTOR` times as many.
     """
     z, temperature = logits[:, : shard.num_valid(logits.shape[1])], rows.temperature
-    kernel = draw.takes(z)
+    kernel = operators.supports(z)
     if not kernel or rows.filtered:
         z, temperature = _scaled(z, temperature), None
     bound, exact = lower_bound(z, rows, shard.group, columns=logits.shape[1], count=count)

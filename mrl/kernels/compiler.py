@@ -12,13 +12,15 @@ from collections.abc import Mapping
 def c_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str | None, str]:
     """Returns the compiler's path and what is missing in words, "" if nothing is.
 
-    It is the environment's CC, else gcc, else clang, as in triton 3.7 (runtime/build.py). Triton starts CC as one
-    program, so words behind its name are part of the name.
+    It is the environment's CC, else gcc, else clang, as in triton 3.7 (runtime/build.py), which starts CC as one
+    program without arguments.
     """
     wanted = environment.get("CC")
-    path = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
+    path = shutil.which(wanted) if wanted is not None else shutil.which("gcc") or shutil.which("clang")
+    if path is None and wanted is not None:
+        return None, f"no C compiler (CC={wanted!r} names no program on the PATH)"
     if path is None:
-        return None, f"no C compiler ({f'{wanted} is not on the PATH' if wanted else 'gcc or clang, or CC'})"
+        return None, "no C compiler (gcc or clang, or CC)"
     include = sysconfig.get_paths()["include"]
     if not pathlib.Path(include, "Python.h").exists():
         return path, f"no headers of Python for the C compiler (Python.h, in {include})"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.kernels import operators
+
 OLDEST = (0, 6)
 """The first version whose kernels were compared with mrl's rule (tests/kernels/test_delta_rule.py)."""
 
@@ -44,16 +46,16 @@ def _rule() -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
-def takes(value: Tensor) -> bool:
-    """Returns whether fla's kernels compute the rule for these values."""
-    return value.is_cuda and value.dtype.itemsize == 2 and _version() is not None
-
-
 def choice(dtype: torch.dtype, *, repeatable: bool = False) -> str:
     """Returns whose rule a GPU computes, with its version. repeatable: not by kernels that may round apart in another
     process."""
-    version = _version()
-    return OWN if dtype.itemsize != 2 or repeatable or version is None else f"fla-core {version}"
+    version = _version() if operators.CAN_COMPILE and dtype.itemsize == 2 and not repeatable else None
+    return OWN if version is None else f"fla-core {version}"
+
+
+def takes(value: Tensor, *, repeatable: bool) -> bool:
+    """Returns whether fla's kernels compute the rule for these values."""
+    return value.is_cuda and choice(value.dtype, repeatable=repeatable) != OWN
 
 
 def notes(chosen: Mapping[str, str]) -> list[str]:
@@ -65,24 +67,19 @@ def notes(chosen: Mapping[str, str]) -> list[str]:
 
 
 def chunked_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    starts: tuple[Tensor, Tensor],
-    state: Tensor | None,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: tuple[Tensor, Tensor], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns outputs [T, G, R, V] in the dtype of value, and states [N, G, R, K, V] in fp32.
 
-    Arguments are those of `mrl.ops.delta_rule.chunked_rule`. starts: [N + 1] of the sequences and their end, on the
-    device and on the CPU. fla makes indices of chunks once for each such tensor.
-    """  # fmt: skip
+    rows: query, key, value, decay and beta of `mrl.ops.delta_rule.chunked_rule`. cu_seqlens: [N + 1] of the sequences
+    and their end, on the device and on the CPU. fla makes indices of chunks once for each such tensor.
+    """
+    query, key, value, decay, beta = rows
     heads, sharing = value.shape[1:3]
     out, after = _rule()(
         *(x.to(value.dtype)[None] for x in (query, key)), value.flatten(1, 2)[None],
         decay.flatten(1)[None], beta.flatten(1)[None],
         initial_state=None if state is None else state.float().flatten(1, 2), output_final_state=True,
-        cu_seqlens=starts[0], cu_seqlens_cpu=starts[1],
+        cu_seqlens=cu_seqlens[0], cu_seqlens_cpu=cu_seqlens[1],
     )  # fmt: skip
     return out[0].unflatten(1, (heads, sharing)), after.unflatten(1, (heads, sharing))

@@ -11,17 +11,10 @@ Dimensions: `S` sequences, `V` real columns of the vocabulary on this rank.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from mrl.kernels import launch
+from mrl.kernels import operators
 
-
-def takes(logits: Tensor) -> bool:
-    """Returns whether the operator takes these logits."""
-    return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and launch.uses_triton(logits)
-
-
-draw = launch.operator(
+draw = operators.operator(
     "draw(Tensor z, int start, Tensor? keys, Tensor? random, Tensor? temperature, Tensor? bound) -> Tensor",
     "mrl.kernels.draw_launchers",
     lambda z, *_: z.new_empty(4, z.shape[0], dtype=torch.float64),

@@ -12,14 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.kernels import launch
+from mrl.kernels import operators
 
 _LAUNCHERS = "mrl.kernels.head_launchers"
-
-
-def takes(logits: Tensor) -> bool:
-    """Returns whether the operators take these logits."""
-    return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and launch.uses_triton(logits)
 
 
 def _sums_like(z: Tensor, labels: Tensor, start: int, rule: list[float], entropy: bool, whole: bool) -> Tensor:
@@ -27,7 +22,7 @@ def _sums_like(z: Tensor, labels: Tensor, start: int, rule: list[float], entropy
     return z.new_empty(2 + count if whole else 3 + 2 * count, z.shape[0], dtype=torch.float32)
 
 
-head_sums = launch.operator(
+head_sums = operators.operator(
     "head_sums(Tensor z, Tensor labels, int start, float[] rule, bool entropy, bool whole) -> Tensor",
     _LAUNCHERS,
     _sums_like,
@@ -40,7 +35,7 @@ is not here. Rows of the entropy are 0 (`whole`: meaningless) if `entropy` is no
 ids; `start` is that of column 0. rule: scale, softcap or 0, temperature, applied in this order.
 """
 
-head_gradient_ = launch.operator(
+head_gradient_ = operators.operator(
     "head_gradient_(Tensor(a!) z, Tensor labels, Tensor lse, Tensor grads, Tensor? entropy, Tensor? entropy_grad, "
     "int start, float[] rule) -> ()",
     _LAUNCHERS,

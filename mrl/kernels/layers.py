@@ -1,4 +1,4 @@
-"""Computes RMSNorm, rotary embedding and SwiGLU by one operator in each direction, on tensors that `uses_triton` has.
+"""Computes RMSNorm, rotary embedding and SwiGLU by one operator in each direction, where `operators.supports` says so.
 
 They round as Hugging Face's modules: a bfloat16 input gives the same bits, but for the order of sums and the last bit
 of an exponential. Gradients are computed in fp32 from the rounded numbers and rounded once. In fp32 the formula is that
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.kernels import launch
+from mrl.kernels import operators
+from mrl.kernels.main_grad import main_grad_of, mark_added
 
 _LAUNCHERS = "mrl.kernels.layer_launchers"
 MAX_NORM = 32768  # channels that one program holds
@@ -29,12 +30,12 @@ def _dense(x: Tensor) -> Tensor:
 
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
 
-_rms_norm = launch.operator(
+_rms_norm = operators.operator(
     "rms_norm(Tensor x, Tensor weight, float eps, bool centered) -> Tensor",
     _LAUNCHERS,
     lambda x, weight, eps, centered: _dense(x),
 )
-_rms_norm_backward = launch.operator(
+_rms_norm_backward = operators.operator(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool centered, Tensor(a!)? main_grad)"
     " -> (Tensor, Tensor)",
     _LAUNCHERS,
@@ -43,33 +44,29 @@ _rms_norm_backward = launch.operator(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Adds the weight's gradient to `main_grad`, megatron's buffer, if the weight has one: the sum stays in fp32.
-
-    The mark `grad_added_to_main_grad` then tells megatron's hook that the gradient that comes out is none
-    (distributed/distributed_data_parallel.py, 0.16.1 and 0.19.2).
-    """
+    """Adds the weight's gradient to megatron's fp32 buffer if `main_grad_of` gives one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         # a hook on saved tensors, as of offloaded activations, gives back an alias without these attributes
-        ctx.parameter = weight if hasattr(weight, "main_grad") and ctx.needs_input_grad[1] else None
+        ctx.parameter = weight if main_grad_of(weight) is not None and ctx.needs_input_grad[1] else None
         ctx.options = eps, centered
         return _rms_norm(x, weight, eps, centered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        buffer = None if ctx.parameter is None else ctx.parameter.main_grad
+        buffer = main_grad_of(ctx.parameter)
         of_x, of_weight = _rms_norm_backward(grad, x, weight, *ctx.options, buffer)
         if buffer is not None:
-            ctx.parameter.grad_added_to_main_grad = True
+            mark_added(ctx.parameter)
         return of_x, of_weight, None, None
 
 
 def norm_fits(x: Tensor, weight: Tensor) -> bool:
     """Returns whether `rms_norm` takes x [.., N] with this weight."""
-    return launch.uses_triton(x) and x.dtype == weight.dtype and x.shape[-1] == len(weight) <= MAX_NORM
+    return operators.supports(x) and x.dtype == weight.dtype and x.shape[-1] == len(weight) <= MAX_NORM
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> Tensor:
@@ -82,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> T
 
 # -- rotary embedding --------------------------------------------------------------------------------------------------
 
-_rotary = launch.operator(
+_rotary = operators.operator(
     "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
     _LAUNCHERS,
     lambda q, k, cos, sin, back: (_dense(q), _dense(k)),
@@ -111,7 +108,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 # -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
-_swiglu = launch.operator(
+_swiglu = operators.operator(
     "swiglu(Tensor gate, Tensor up, Tensor? weights) -> Tensor",
     _LAUNCHERS,
     lambda gate, up, weights: _dense(gate),
@@ -126,7 +123,7 @@ def _swiglu_gradients(
     return both, gate.new_empty(0) if weights is None else torch.empty_like(weights)
 
 
-_swiglu_backward = launch.operator(
+_swiglu_backward = operators.operator(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, bool joint) -> (Tensor, Tensor)",
     _LAUNCHERS,
     _swiglu_gradients,

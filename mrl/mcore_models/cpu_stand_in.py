@@ -22,9 +22,7 @@ import torch.distributed as dist
 import torch.utils._device
 
 from mrl import patches
-from mrl.kernels import launch
-from mrl.kernels import layers as kernels
-from mrl.mcore_models import dispatch, elementwise
+from mrl.mcore_models import activations, dispatch, elementwise
 from mrl.mcore_models.platform import hide_what_does_not_load
 from mrl.ops.devices import device, has_gpu
 
@@ -63,7 +61,7 @@ def prepare() -> None:
     _turn_packed_tokens_as_others()
     dispatch.install()
     if has_gpu():
-        _activate_by_kernels()
+        activations.use_kernels()
     else:
         _mend_megatron()
     _prepared = True
@@ -305,39 +303,9 @@ def _mend_megatron() -> None:
     )
 
 
-def _replace_activations(swiglu: Callable[..., Any], weighted_swiglu: Callable[..., Any]) -> None:
-    activations = {"bias_swiglu_impl": swiglu, "weighted_bias_swiglu_impl": weighted_swiglu}
-    for module in ("mlp", "moe.experts", "moe.shared_experts"):
-        path = f"megatron.core.transformer.{module}"
-        here = vars(importlib.import_module(path))
-        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
-
-
-def _activate_by_kernels() -> None:
-    """Replaces megatron's SwiGLU by one kernel if no option is set. torch.compile makes its kernels anew in each run.
-
-    Those round once, at the end. Hugging Face rounds silu as well, and so does the kernel.
-    """
-    theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
-
-    def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None, *options: Any) -> torch.Tensor:
-        taken = bias is None and not any(options) and launch.uses_triton(x)
-        return kernels.swiglu(x) if taken else theirs.bias_swiglu_impl(x, bias, *options)
-
-    def weighted_swiglu(
-        x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *options: Any
-    ) -> torch.Tensor:
-        taken = bias is None and not any(options) and launch.uses_triton(x)
-        if taken:
-            return kernels.swiglu(x, weights=weights)
-        return theirs.weighted_bias_swiglu_impl(x, bias, weights, *options)
-
-    _replace_activations(swiglu, weighted_swiglu)
-
-
 def _use_cpu_functions() -> None:
     """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
-    _replace_activations(elementwise.swiglu, elementwise.weighted_swiglu)
+    activations.replace(elementwise.swiglu, elementwise.weighted_swiglu)
     rope: Any = importlib.import_module(_ROPE)
     apply = rope._apply_rotary_pos_emb_bshd
 

@@ -66,7 +66,6 @@ class DecodeGraphs:
 
     def __init__(self, decoder: Decoder, cache: KVCache, *, captures: bool) -> None:
         self.decoder, self.cache, self.captures = decoder, cache, captures
-        self.replays = 0  # steps that a graph has made
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._of: tuple[int, int] | None = None  # shape of the cache that the buckets are for
         self._pool = torch.cuda.graph_pool_handle() if captures else None
@@ -91,7 +90,6 @@ class DecodeGraphs:
             self._capture(bucket)
         if bucket.graph is not None and bucket.out is not None:
             bucket.graph.replay()
-            self.replays += 1
             return bucket.out[:count]
         bucket.steps += 1
         return self._run(bucket)[:count]

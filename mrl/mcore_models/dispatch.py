@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import patches
-from mrl.kernels import launch
+from mrl.kernels import operators
 from mrl.kernels import routes as kernels
 
 
@@ -105,7 +105,7 @@ class Routes:
     def of(cls, routing_map: Tensor, chosen: int) -> Routes:
         """Returns the routes of routing_map [T, E], which says whether a token goes to an expert: to `chosen` of them
         each."""
-        if launch.uses_triton(routing_map):
+        if operators.uses_triton(routing_map):
             return cls(*kernels.find_routes(routing_map, chosen))
         tokens, experts = routing_map.shape
         before = routing_map.T.reshape(-1).cumsum(0).view(experts, tokens).T - 1  # [T, E]
@@ -166,7 +166,7 @@ class SumOfRows(torch.autograd.Function):
 
 def copy_to_rows(x: Tensor, choices: Tensor, chosen: int) -> Tensor:
     """Returns x[choices // chosen] [R, H] of x [T, H]."""
-    if launch.uses_triton(x):
+    if operators.uses_triton(x):
         return kernels.copy_rows(x, choices, chosen)
     return x.index_select(0, choices // chosen)
 
@@ -176,7 +176,7 @@ def sum_of_rows(y: Tensor, rows: Tensor) -> Tensor:
 
     The kernel of `embedding_bag` has a thread for each sum, and makes no copy of the rows.
     """
-    if launch.uses_triton(y):
+    if operators.uses_triton(y):
         return kernels.sum_rows(y, rows)
     if rows.shape[1] == 1:
         return y.index_select(0, rows.flatten())

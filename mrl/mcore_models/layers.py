@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl import patches
-from mrl.kernels import launch
 from mrl.kernels import layers as kernels
+from mrl.kernels import operators
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
@@ -189,7 +189,7 @@ class Rotary(RotaryEmbedding):
         """Returns angles [T, 1, 1, R] in fp32; on a GPU under the local spec, scaled cosines and sines [2, T, R]."""
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
         angles = torch.cat([angles, angles], dim=-1)
-        if self.config.layer_spec == "te" or not launch.uses_triton(angles):
+        if self.config.layer_spec == "te" or not operators.uses_triton(angles):
             return angles[:, None, None]
         cos_sin = [(part * self.scale).to(self.config.params_dtype) for part in (angles.cos(), angles.sin())]
         return torch.stack(cos_sin)
@@ -221,7 +221,7 @@ def with_delta_nets(config: Config | LatentConfig, layers: list[int], specs: lis
     return specs
 
 
-class TurningSelfAttention(SelfAttention):
+class RotarySelfAttention(SelfAttention):
     """Is megatron's attention, which turns queries and keys by one kernel where there is one.
 
     megatron makes cosines and sines again in every layer, for queries and for keys.
@@ -242,7 +242,7 @@ class TurningSelfAttention(SelfAttention):
         return query, key, *rest
 
 
-class GatedSelfAttention(TurningSelfAttention):
+class GatedSelfAttention(RotarySelfAttention):
     """Is megatron's attention with a gate on its output.
 
     megatron compiles the gate (`jit_fuser`, transformer/attention.py, 0.16.1 and 0.19.2). Its kernels are of the shapes
@@ -283,7 +283,7 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
         return _with_our_router(spec)
     attention = spec.submodules.self_attention
     norms = _over_heads(config) or ({"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {})
-    attention.module = TurningSelfAttention
+    attention.module = RotarySelfAttention
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
     return _with_our_router(spec)
 

@@ -39,7 +39,7 @@ class Chunks:
     active: tuple[int, ...]  # sequences that have a first chunk, a second, ...
     by_length: Tensor  # [N] the sequences, longest first
     positions: Tensor  # [T] index of each token in its sequence
-    starts: tuple[Tensor, Tensor]  # [N + 1] of the sequences and their end, on the device and on the CPU
+    cu_seqlens: tuple[Tensor, Tensor]  # [N + 1] of the sequences and their end, on the device and on the CPU
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
@@ -132,24 +132,17 @@ def unit(x: Tensor) -> Tensor:
 
 
 def chunked_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    chunks: Chunks,
-    state: Tensor | None = None,
-    *,
-    repeatable: bool = False,
-) -> tuple[Tensor, Callable[[], Tensor]]:
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, state: Tensor | None = None,
+    *, repeatable: bool = False,
+) -> tuple[Tensor, Callable[[], Tensor]]:  # fmt: skip
     """Returns outputs [T, G, R, V] and a function that gives the states [N, G, R, K, V] after each sequence, in fp32.
 
     query, key: [T, G, K] of `unit`. value: [T, G, R, V]. decay: [T, G, R], the logarithm of what a state keeps. beta:
     [T, G, R]. state: before each sequence; zeros without it. repeatable: not by kernels that may round apart in
     another process.
-    """  # fmt: skip
-    if not repeatable and kernels.takes(value):
-        out, after = kernels.chunked_rule(query, key, value, decay, beta, chunks.starts, state)
+    """
+    if kernels.takes(value, repeatable=repeatable):
+        out, after = kernels.chunked_rule((query, key, value, decay, beta), chunks.cu_seqlens, state)
         return out, lambda: after
     in_chunks = [
         _Rows.apply(x.float(), chunks.token, chunks.place).unflatten(0, (-1, chunks.size)).movedim(1, -2)

@@ -17,32 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.kernels import operators
 from mrl.ops import devices, flash
 from mrl.ops.masked import ScoreRule
-
-_LIBRARY = torch.library.Library("mrl", "FRAGMENT")
-_RULE = "Tensor places, SymInt longest, Tensor? sinks, float scale, int? window"
-_LIBRARY.define(f"packed_attention(Tensor query, Tensor key, Tensor value, {_RULE}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    "packed_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    f"{_RULE}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 @dataclasses.dataclass
 class Documents:
-    """Holds the lengths of sequences that lie end to end."""
+    """Holds the lengths of sequences that lie end to end. Compiled code reads the numbers and not `lengths`, of which
+    each would be a guard."""
 
     lengths: tuple[int, ...]
-    places: Tensor  # [S + 1] int32 on the device: where each begins, and the end
+    cu_seqlens: Tensor  # [S + 1] int32 on the device: where each begins, and the end
     total: int  # tokens of all
-    longest: int
+    max_seqlen: int
     ragged: bool  # not all are of one length
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Documents":
-        places = devices.tensor_on(device, [*itertools.accumulate(lengths, initial=0)], torch.int32)
-        return cls(tuple(lengths), places, sum(lengths), max(lengths), len(set(lengths)) > 1)
+        cu_seqlens = devices.tensor_on(device, [*itertools.accumulate(lengths, initial=0)], torch.int32)
+        return cls(tuple(lengths), cu_seqlens, sum(lengths), max(lengths), len(set(lengths)) > 1)
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -64,34 +58,33 @@ def has_packed_kernel(query: Tensor, value: Tensor, scoring: ScoreRule, dropout:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int, scoring: ScoreRule
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scoring: ScoreRule
 ) -> Tensor:
     """Returns attention [T, H, D] of query [T, H, D], key and value [T, G, D].
 
-    places: as in `Documents`; all T positions belong to a sequence. longest: the most positions of one.
+    cu_seqlens, max_seqlen: as in `Documents`; all T positions belong to a sequence.
     On CUDA the backward pass repeats to the bit only if `torch.use_deterministic_algorithms` is on, as that of
     `causal_attention` (torch 2.13, aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
-    call = torch.ops.mrl.packed_attention.default
-    return call(query, key, value, places, longest, scoring.sinks, scoring.scale, scoring.window)[0]
+    return _attention(query, key, value, cu_seqlens, max_seqlen, scoring.sinks, scoring.scale, scoring.window)[0]
 
 
 # -- CUDA --------------------------------------------------------------------------------------------------------------
 
 
 def _on_cuda(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int, sinks: Tensor | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, sinks: Tensor | None, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention [T, H, D] and the logarithms of the sums [H, T], in fp32.
 
     With `cum_seq` the operator takes [T, heads, D] and returns sums without padding (torch 2.13,
-    _meta_registrations.py, meta__flash_attention_forward; flash_attn/flash_api.cpp, mha_varlen_fwd). Its places are
+    _meta_registrations.py, meta__flash_attention_forward; flash_attn/flash_api.cpp, mha_varlen_fwd). Its cu_seqlens are
     int32.
     """
-    causal, sides = flash.causal_and_sides(_shorter(window, longest))
+    causal, sides = flash.causal_and_sides(_shorter(window, max_seqlen))
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, places, places, longest, longest, 0.0, causal, False, scale=scale, **sides
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False, scale=scale, **sides
     )
     if sinks is not None:
         sums = flash.add_sinks(_one_row(out), sums[None], sinks)[0]
@@ -99,14 +92,14 @@ def _on_cuda(
 
 
 def _back_on_cuda(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, places: Tensor, longest: int,
-    sinks: Tensor | None, scale: float, window: int | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, cu_seqlens: Tensor,
+    max_seqlen: int, sinks: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    causal, sides = flash.causal_and_sides(_shorter(window, longest))
+    causal, sides = flash.causal_and_sides(_shorter(window, max_seqlen))
     unused = query.new_empty(0)  # the state of random numbers, which is read for dropout alone
     grads = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, out, sums, places, places, longest, longest, 0.0, causal, unused, unused, scale=scale,
-        **sides,
+        grad, query, key, value, out, sums, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, unused, unused,
+        scale=scale, **sides,
     )  # fmt: skip
     if sinks is None:
         return *grads, query.new_empty(0)
@@ -117,11 +110,11 @@ def _back_on_cuda(
 
 
 def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int, sinks: Tensor | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, sinks: Tensor | None, scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out, sums = _outputs(query)
-    for start, count, length in runs_of(places.diff().tolist()):
+    for start, count, length in runs_of(cu_seqlens.diff().tolist()):
         q, k, v = (_of_run(t, start, count, length) for t in (query, key, value))
         found, logarithms, _ = flash.on_cpu(q, k, v, scale, _shorter(window, length))
         if sinks is not None:
@@ -132,14 +125,14 @@ def _on_cpu(
 
 
 def _back_on_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, places: Tensor, longest: int,
-    sinks: Tensor | None, scale: float, window: int | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, cu_seqlens: Tensor,
+    max_seqlen: int, sinks: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grads = [torch.empty_like(t) for t in (query, key, value)]
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
     sums = sums.t().contiguous()  # as the kernel's: strides decide which exponentials are vectorized, and round so
     # the order in which autograd would add up the runs' gradients of sinks
-    for start, count, length in reversed(runs_of(places.diff().tolist())):
+    for start, count, length in reversed(runs_of(cu_seqlens.diff().tolist())):
         g, q, k, v, o, s = (_of_run(t, start, count, length) for t in (grad, query, key, value, out, sums))
         seen = _shorter(window, length)
         found = flash.back_on_cpu(g, q, k, v, o, s, [], scale, seen)
@@ -181,24 +174,28 @@ def _gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, places, longest, sinks, *ctx.rule = inputs
-    ctx.longest = longest
+    query, key, value, cu_seqlens, max_seqlen, sinks, *ctx.rule = inputs
+    ctx.max_seqlen = max_seqlen
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, *output, places, sinks)
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _of_sums: None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, sums, places, sinks = ctx.saved_tensors
-    call = torch.ops.mrl.packed_attention_backward.default
-    *grads, of_sinks = call(grad, query, key, value, out, sums, places, ctx.longest, sinks, *ctx.rule)
+    query, key, value, out, sums, cu_seqlens, sinks = ctx.saved_tensors
+    *grads, of_sinks = _backward(grad, query, key, value, out, sums, cu_seqlens, ctx.max_seqlen, sinks, *ctx.rule)
     return *grads, None, None, None if sinks is None else of_sinks, None, None
 
 
-for _name, _cpu, _cuda, _fake in (
-    ("packed_attention", _on_cpu, _on_cuda, _outputs),
-    ("packed_attention_backward", _back_on_cpu, _back_on_cuda, _gradients),
-):
-    _LIBRARY.impl(_name, _cpu, "CPU")
-    _LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"mrl::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("mrl::packed_attention", _differentiate, setup_context=_keep, lib=_LIBRARY)
+_RULE = "Tensor cu_seqlens, SymInt max_seqlen, Tensor? sinks, float scale, int? window"
+_attention = operators.define(
+    f"packed_attention(Tensor query, Tensor key, Tensor value, {_RULE}) -> (Tensor, Tensor)",
+    {"CPU": _on_cpu, "CUDA": _on_cuda},
+    _outputs,
+)
+_backward = operators.define(
+    "packed_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+    f"{_RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    {"CPU": _back_on_cpu, "CUDA": _back_on_cuda},
+    _gradients,
+)
+torch.library.register_autograd("mrl::packed_attention", _differentiate, setup_context=_keep, lib=operators.LIBRARY)

@@ -48,7 +48,7 @@ BASE = {
 
 MODULES = {
     "Embedding": "embedding", "FSDPEmbedding": "embedding", "VocabParallelEmbedding": "embedding", "TransformerLayer": "layer",
-    "TurningSelfAttention": "layer input", "SdpaAttention": "attention", "Qwen3Attention": "attention", "MLP": "mlp",
+    "RotarySelfAttention": "layer input", "SdpaAttention": "attention", "Qwen3Attention": "attention", "MLP": "mlp",
     "Qwen3MLP": "mlp", "AllExpertsLinear": "grouped",
 }  # fmt: skip
 """Class -> what looks call it, for both backends."""

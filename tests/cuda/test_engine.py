@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.kernels import launch
 from tests.cuda.cases import (
     CORNERS,
     DENSE,
@@ -87,7 +86,6 @@ def test_the_page_shows_rows_as_they_are_printed():
     assert len(SHOWN) == 6 and HEADER in PAGE.read_text()
 
 
-@pytest.mark.skipif(not launch.CAN_COMPILE, reason="there is no triton: torch's own operators take more memory")
 @pytest.mark.parametrize("case", nightly_but(SHOWN[:1], SHOWN), ids=str)
 def test_the_pages_rows_are_what_is_printed(worker, case):
     case = as_shown(case)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.kernels import launch
 from tests.cuda.cases import DELTA, DENSE, GLM, LATENT, MOE, Case
 from tests.cuda.models import fewer_experts
 
 MICRO_BATCHES = 2
 PLAIN = ("_fused_rms_norm", "silu", "silu_backward")
 """What torch's own norm and SwiGLU would dispatch."""
-
-pytestmark = pytest.mark.skipif(not launch.CAN_COMPILE, reason="there is no triton: torch's own operators run")
 
 
 def counted(worker, model, **options):

@@ -15,7 +15,9 @@ def test_none_stops_a_run_on_a_gpu_alone(programs):
     assert on_gpu.level == "fault" and "apt-get install gcc" in on_gpu.fix
     assert on_gpu.what.startswith("no C compiler (gcc or clang, or CC): kernels that are compiled while")
     assert c_compiler({}, gpu=False).level == "note"
-    assert c_compiler({"CC": "icc -m64"}, gpu=True).what.startswith("no C compiler (icc -m64 is not on the PATH): ")
+    for wanted in ("icc -m64", ""):
+        what = c_compiler({"CC": wanted}, gpu=True).what
+        assert what.startswith(f"no C compiler (CC={wanted!r} names no program on the PATH): ")
 
 
 def test_pythons_headers(programs, tmp_path, monkeypatch):
@@ -32,9 +34,9 @@ def test_pythons_headers(programs, tmp_path, monkeypatch):
 
 def test_a_run_on_a_gpu_says_what_its_kernels_lack(programs):
     """In a process of its own: the kernels' package looks once."""
-    code = "from mrl.kernels import launch; print(launch.CAN_COMPILE, *launch.notes())"
+    code = "from mrl.kernels import operators; print(operators.CAN_COMPILE, *operators.notes())"
     environment = os.environ | {"CC": "icc -m64"}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.startswith("False kernels: torch's own run, which are slower, because there is no ")
     if importlib.util.find_spec("triton") is not None:
-        assert "icc -m64 is not on the PATH" in said.stdout
+        assert "CC='icc -m64' names no program" in said.stdout

@@ -97,7 +97,7 @@ def _tokens() -> Iterator[list[int]]:
     seen: list[int] = []
 
     def see(module: Any, args: Any, kwargs: Any = None) -> None:
-        if type(module).__name__ in ("TurningSelfAttention", "LatentAttention"):
+        if type(module).__name__ in ("RotarySelfAttention", "LatentAttention"):
             seen.append(args[0].shape[0])
 
     handle = register_module_forward_pre_hook(see)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.kernels import launch
+from mrl.kernels import operators
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,6 @@ def interpreted():
         return torch.tensor(numbers).to(torch.bfloat16).view(torch.uint16).numpy()
 
     # a patch of its own: `monkeypatch` would be undone after the context ends, and a test's changes of it with it
-    with pytest.MonkeyPatch.context() as patch, launch.interpreted():
+    with pytest.MonkeyPatch.context() as patch, operators.interpreted():
         patch.setattr(interpreter, "_convert_float", rounded)
         yield

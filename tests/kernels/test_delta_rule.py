@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mrl.kernels import delta_rule as kernels
+from mrl.kernels import operators
 from mrl.ops import delta_rule
 from mrl.ops.delta_rule import Chunks, unit
 from tests.ops.test_delta_rule import CPU, HEADS, KEY, SHARING, VALUE, inputs
@@ -59,7 +60,7 @@ def both(lengths, dtype, *, state=None):
         )
         chunks = Chunks.of(lengths, CPU)
         if rule == "kernels":
-            out, after = kernels.chunked_rule(query, key, value, decay, beta, chunks.starts, state)
+            out, after = kernels.chunked_rule((query, key, value, decay, beta), chunks.cu_seqlens, state)
         else:
             out, states = delta_rule.chunked_rule(query, key, value, decay, beta, chunks, state)
             after = states()
@@ -96,7 +97,7 @@ def test_no_token_of_another_document_moves_a_bit():
         for x in tensors:
             x[70] *= factor
         query, key, *rest = tensors
-        out, after = kernels.chunked_rule(unit(query), unit(key), *rest, Chunks.of(lengths, CPU).starts, None)
+        out, after = kernels.chunked_rule((unit(query), unit(key), *rest), Chunks.of(lengths, CPU).cu_seqlens, None)
         found.append((out, after))
     (out, after), (changed, after_change) = found
     assert not torch.equal(out[70], changed[70]) and not torch.equal(after[1], after_change[1])
@@ -109,7 +110,10 @@ def test_no_token_of_another_document_moves_a_bit():
 def test_whose_rule_a_gpu_has(monkeypatch):
     assert kernels.choice(torch.bfloat16).startswith("fla-core 0.") and kernels.choice(torch.float32) == "mrl"
     assert kernels.choice(torch.bfloat16, repeatable=True) == "mrl"
-    assert not kernels.takes(torch.zeros(1, dtype=torch.bfloat16))
+    assert not kernels.takes(torch.zeros(1, dtype=torch.bfloat16), repeatable=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "CAN_COMPILE", False)
+        assert kernels.choice(torch.bfloat16) == "mrl"
     monkeypatch.setattr(kernels, "OLDEST", (99, 0))
     kernels._version.cache_clear()
     assert kernels.choice(torch.bfloat16) == "mrl"

@@ -11,7 +11,7 @@ import torch
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.sampling import GREEDY, SamplingParams, SamplingRows, choose, gumbel
-from mrl.kernels import draw, launch
+from mrl.kernels import draw, operators
 from tests.engine.harness import run_case
 
 KINDS = [
@@ -37,13 +37,10 @@ def logits_of(rows, columns, dtype=torch.float32, seed=0):
 
 def both(logits, params, keys, shard):
     """Returns (tokens, log-probs) by the kernel, and by torch's operators."""
-    rows, held = SamplingRows.of(params, keys, logits.device), launch._interpreted
+    rows = SamplingRows.of(params, keys, logits.device)
     found = choose(logits, rows, shard)
-    launch._interpreted = False
-    try:
+    with operators.interpreted(False):
         return found, choose(logits, rows, shard)
-    finally:
-        launch._interpreted = held
 
 
 def check(logits, params, keys, shard):
@@ -119,14 +116,14 @@ def test_a_row_is_the_same_alone_and_each_time(small_blocks):
 
 
 def test_other_dtypes_run_torchs_operators():
-    assert draw.takes(torch.zeros(1, 1)) and not draw.takes(torch.zeros(1, 1, dtype=torch.float64))
+    assert operators.supports(torch.zeros(1, 1)) and not operators.supports(torch.zeros(1, 1, dtype=torch.float64))
 
 
 def shards_choose_what_one_process_chooses():
     import torch.distributed as dist
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with launch.interpreted():
+    with operators.interpreted():
         for vocab, columns in ((131, 66), (40, 64)):  # rank 1 has nothing but padding in the second
             logits, keys = logits_of(2 * len(KINDS), ranks * columns)
             rows = SamplingRows.of(KINDS * 2, keys, logits.device)

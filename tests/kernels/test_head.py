@@ -1,7 +1,7 @@
 """The kernels of the output layer against fp64, and against mrl's own torch code.
 
 The torch code of mrl/engine/logprobs.py runs on fp64 tensors, which the kernels do not take, and on others outside of
-`launch.interpreted`. In fp32 an error is at most 4 times torch's, or 4 units in the last place of the largest number.
+`operators.interpreted`. In fp32 an error is at most 4 times torch's, or 4 units in the last place of the largest number.
 In bfloat16 both have the same logits. Their gradients are rounded once, from numbers that are equal but for fp32.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mrl.engine import logprobs
 from mrl.engine.logprobs import PLAIN, LogitRule, VocabShard, log_probs_from_hidden, top_log_probs
-from mrl.kernels import head, launch
+from mrl.kernels import head, operators
 from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
@@ -48,15 +48,12 @@ def outcome(dtype, given, *, kernel=True, **options):
     """Returns log-probs, entropies, and the gradients of hidden and weight of a weighted sum of both."""
     hidden, weight, labels = given
     leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
-    held, launch._interpreted = launch._interpreted, kernel
-    try:
+    with operators.interpreted(kernel):
         log_probs, entropy = log_probs_from_hidden(*leaves, labels, **({"shard": VocabShard(V)} | options))
         total = (log_probs.double() * torch.linspace(-1, 1, labels.numel()).view(labels.shape)).sum()
         if entropy is not None and entropy.requires_grad:
             total = total + (entropy.double() * torch.linspace(1, 2, len(entropy))).sum()
         found = torch.autograd.grad(total, leaves) if labels.numel() else ()
-    finally:
-        launch._interpreted = held
     return [log_probs] + ([] if entropy is None else [entropy]) + list(found)
 
 
@@ -198,7 +195,7 @@ def test_the_largest_log_probs_are_those_of_their_labels_to_the_bit(dtype):
 
 def shard_of_each_rank(columns_per_rank, labels):
     """Of two ranks: the columns of each give the values and gradients of one process."""
-    with launch.interpreted():
+    with operators.interpreted():
         rank, shard = dist.get_rank(), VocabShard(V, dist.get_rank() * columns_per_rank, dist.group.WORLD)
         hidden, weight, ids = inputs(labels, columns=2 * columns_per_rank)
         options = {"entropy": "differentiable", "temperature": 0.9, "chunk": 5}
@@ -225,13 +222,10 @@ def test_shards(columns, labels):
 def gradients_of(config, kernels, batches):
     """Returns the gradients of an engine, and whether its output weight's was added to main_grad by mrl."""
     engine = make_engine(config)
-    held, calls = logprobs._main_grad, []
-    logprobs._main_grad = lambda weight: calls.append(held(weight)) or calls[-1]
-    launch._interpreted = kernels
-    try:
+    held, calls = logprobs.main_grad_of, []
+    with pytest.MonkeyPatch.context() as patch, operators.interpreted(kernels):
+        patch.setattr(logprobs, "main_grad_of", lambda weight: calls.append(held(weight)) or calls[-1])
         _, found = gradients(engine, *(tiny.uneven_batch(seed=seed) for seed in range(batches)))
-    finally:
-        launch._interpreted, logprobs._main_grad = False, held
     return found, [call is not None for call in calls]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.kernels import launch, routes
+from mrl.kernels import operators, routes
 from mrl.mcore_models import dispatch
 
 
@@ -16,11 +16,8 @@ def routing(tokens, experts, chosen):
 
 def with_torch(function, *args):
     """Runs torch's operators, as outside of these tests."""
-    launch._interpreted = False
-    try:
+    with operators.interpreted(False):
         return function(*args)
-    finally:
-        launch._interpreted = True
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.engine.fsdp import fused
-from mrl.kernels import launch
+from mrl.kernels import operators
 from tests.engine import tiny
 
 
@@ -22,7 +22,7 @@ def own_rotary_again():
     yield
     for module in list(sys.modules.values()):
         function = vars(module).get(fused.ROTARY) if getattr(module, "__dict__", None) is not None else None
-        if isinstance(function, fused.Turning):
+        if isinstance(function, fused.FusedRotary):
             setattr(module, fused.ROTARY, function.own)
 
 
@@ -40,7 +40,7 @@ def taken(model):
     """Names of the classes whose forward is a kernel's, and whether the rotary function is."""
     by = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
     rotary = vars(sys.modules[type(model).__module__]).get(fused.ROTARY)
-    return by | ({"rotary"} if isinstance(rotary, fused.Turning) else set())
+    return by | ({"rotary"} if isinstance(rotary, fused.FusedRotary) else set())
 
 
 TAKEN = {
@@ -105,10 +105,10 @@ def test_numbers_in_bfloat16():
         assert (of_kernels[name] - gradient).float().norm() <= 0.02 * gradient.float().norm(), name
 
 
-def test_on_a_cpu_transformers_own_code_runs(monkeypatch):
+def test_on_a_cpu_transformers_own_code_runs():
     model = made("qwen3")
     logits, gradients = outcome(model)
     fused.use_kernels(model)
-    monkeypatch.setattr(launch, "_interpreted", False)
-    found, same = outcome(model)
+    with operators.interpreted(False):
+        found, same = outcome(model)
     assert torch.equal(found, logits) and all(torch.equal(same[name], g) for name, g in gradients.items())

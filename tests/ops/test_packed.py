@@ -44,7 +44,7 @@ def one_after_another(query, key, value, rule):
 def test_a_cpu_has_the_bits_of_each_length_apart(dtype, sinks, window):
     query, key, value, of_sinks = tensors(dtype, sinks)
     documents, rule = Documents.of(LENGTHS, CPU), ScoreRule(0.3, window, of_sinks)
-    out = packed_attention(query, key, value, documents.places, documents.longest, rule)
+    out = packed_attention(query, key, value, documents.cu_seqlens, documents.max_seqlen, rule)
     wanted = one_after_another(query, key, value, rule)
     inputs = [t for t in (query, key, value, of_sinks) if t is not None]
     grad = torch.randn_like(out)
@@ -58,12 +58,12 @@ def test_the_operators_are_as_they_are_declared(sinks):
     """Shapes, strides, nothing changed in place or aliased, and autograd, also as torch.compile traces it."""
     query, key, value, of_sinks = tensors(torch.float32, sinks)
     documents = Documents.of(LENGTHS, CPU)
-    rule = (documents.places, documents.longest, of_sinks, 0.3, 4)
+    rule = (documents.cu_seqlens, documents.max_seqlen, of_sinks, 0.3, 4)
     torch.library.opcheck(torch.ops.mrl.packed_attention.default, (query, key, value, *rule))
     with torch.no_grad():
         out, sums = torch.ops.mrl.packed_attention(query, key, value, *rule)
     given = [t if t is None else t.detach() for t in (torch.randn_like(out), query, key, value, out, sums)]
-    rule = (documents.places, documents.longest, None if of_sinks is None else of_sinks.detach(), 0.3, 4)
+    rule = (documents.cu_seqlens, documents.max_seqlen, None if of_sinks is None else of_sinks.detach(), 0.3, 4)
     torch.library.opcheck(torch.ops.mrl.packed_attention_backward.default, (*given, *rule))
 
 
@@ -109,7 +109,7 @@ def test_a_gpus_kernel_is_called_for_the_same_attention(monkeypatch, lengths, si
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", kernel.backward)
     *given, of_sinks = (None if t is None else t.detach() for t in tensors(torch.float64, sinks, lengths=lengths))
     documents = Documents.of(lengths, CPU)
-    rule = (documents.places, documents.longest, of_sinks, 0.3, window)
+    rule = (documents.cu_seqlens, documents.max_seqlen, of_sinks, 0.3, window)
     (out, sums), wanted = packed._on_cuda(*given, *rule), packed._on_cpu(*given, *rule)
     for ours, right in zip((out, sums), wanted, strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)

@@ -107,7 +107,7 @@ def _in_one_call(
     if not several or mask.chunk is not None or not has_packed_kernel(query, value, scoring, dropout):
         return None
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return packed_attention(q, k, v, documents.places, documents.longest, scoring)[None]
+    return packed_attention(q, k, v, documents.cu_seqlens, documents.max_seqlen, scoring)[None]
 
 
 # The lengths of documents decide what it does. No two micro-batches have the same, and each would compile anew.

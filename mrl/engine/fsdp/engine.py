@@ -41,7 +41,7 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors, restore_tensors
-from mrl.kernels import delta_rule, launch
+from mrl.kernels import delta_rule, operators
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
 from mrl.weights.hf_config import changes_to_text, normalize, read_hf_config
@@ -84,7 +84,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     @property
     def notes(self) -> list[str]:
-        return launch.notes() + delta_rule.notes(self.chosen) if self.device.type == "cuda" else []
+        return operators.notes() + delta_rule.notes(self.chosen) if self.device.type == "cuda" else []
 
     @property
     def chosen(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mrl.kernels import launch, layers
+from mrl.kernels import layers, operators
 
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 JOINT = {"gate_up_proj", "down_proj", "activation_fn"}
@@ -56,8 +56,8 @@ def use_kernels(hf: nn.Module) -> None:
     for name in sorted({type(module).__module__ for module in hf.modules()}):
         names = vars(sys.modules[name])
         rotary = names.get(ROTARY)
-        if rotary is not None and not isinstance(rotary, Turning) and form(_turns_halves, rotary, name):
-            names[ROTARY] = Turning(rotary)
+        if rotary is not None and not isinstance(rotary, FusedRotary) and form(_rotates_halves, rotary, name):
+            names[ROTARY] = FusedRotary(rotary)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
@@ -109,13 +109,13 @@ def _mlp_form(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _gated(self: nn.Module, x: Tensor) -> Tensor:
-    if not launch.uses_triton(x):
+    if not operators.supports(x):
         return type(self).forward(self, x)
     return self.down_proj(layers.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def _joint(self: nn.Module, x: Tensor) -> Tensor:
-    if not launch.uses_triton(x):
+    if not operators.supports(x):
         return type(self).forward(self, x)
     return self.down_proj(layers.swiglu(self.gate_up_proj(x)))
 
@@ -124,7 +124,7 @@ def _joint(self: nn.Module, x: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turning:
+class FusedRotary:
     """Takes the place of a model's `apply_rotary_pos_emb`."""
 
     own: Callable[..., Any]
@@ -134,13 +134,13 @@ class Turning:
             return self.own(*given, **options)
         q, k, cos, sin = given
         same = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.dim() == 3
-        if not same or not launch.uses_triton(q):
+        if not same or not operators.supports(q):
             return self.own(q, k, cos, sin)
         turned = layers.rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return tuple(t.transpose(1, 2) for t in turned)
 
 
-def _turns_halves(own: Callable[..., Any]) -> bool:
+def _rotates_halves(own: Callable[..., Any]) -> bool:
     """Returns whether a function turns q and k [R, H, L, D] by cosines and sines [R, L, D], halves apart."""
     if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False

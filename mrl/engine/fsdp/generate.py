@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.fsdp.output import hidden_states, output_weight
-from mrl.engine.generation import Chosen, Schedule, Step, complete, may_read_late
+from mrl.engine.generation import SampledTokens, Schedule, Step, complete, may_read_late
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import LogitRule, VocabShard
 from mrl.engine.sampling import choose
@@ -24,7 +24,7 @@ from mrl.ops.kv_cache import CachedStep, KVCache
 
 @torch.no_grad()
 def generate(
-    use: Callable[[Callable[[nn.Module], Chosen]], Chosen],
+    use: Callable[[Callable[[nn.Module], SampledTokens]], SampledTokens],
     requests: Sequence[tuple[int, GenerateRequest]],
     *,
     device: torch.device,
@@ -49,7 +49,7 @@ def generate(
     )  # fmt: skip
     cache = KVCache(schedule.rows, schedule.length)
 
-    def launch(step: Step, before: Tensor | None) -> Chosen:
+    def launch(step: Step, before: Tensor | None) -> SampledTokens:
         cache.arrange(step.copies, step.shape)
         kept.restore(step.restored, cache)
         return use(functools.partial(forward, step=step, before=before, cache=cache, device=device, rule=rule))
@@ -62,14 +62,14 @@ def generate(
 
 def forward(
     hf: nn.Module, step: Step, before: Tensor | None, cache: KVCache, device: torch.device, rule: LogitRule
-) -> Chosen:
+) -> SampledTokens:
     """Chooses the tokens that follow the sampled sequences of a step."""
     cached = CachedStep(cache, tuple(step.lengths), tuple(step.cached), device)
     tokens = step.token_ids(device, before)
     hidden = hidden_states(hf, input_ids=tokens[None], position_ids=cached.positions[None], cached_step=cached)[0]
     if not step.sampled:
-        return Chosen([hidden.new_zeros(3, 0, dtype=torch.float64)], ())
+        return SampledTokens([hidden.new_zeros(3, 0, dtype=torch.float64)], ())
     last, weight = output_weight(hf, hidden[tensor_on(device, step.last)])
     logits = rule((last @ weight.t()).float())  # in fp32, as where log-probs are computed again
     chosen, log_probs = choose(logits, step.sampling(device), VocabShard(weight.shape[0]))
-    return Chosen([torch.stack([chosen.double(), log_probs, torch.ones_like(log_probs)])], ())
+    return SampledTokens([torch.stack([chosen.double(), log_probs, torch.ones_like(log_probs)])], ())

@@ -33,7 +33,7 @@ from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_b
 from mrl.engine.offload import Offload
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.errors import ConfigError
-from mrl.kernels import delta_rule, launch
+from mrl.kernels import delta_rule, operators
 from mrl.mcore_models import cpu_stand_in
 from mrl.ops import devices
 from mrl.weights.accounting import copies_of
@@ -113,7 +113,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def notes(self) -> list[str]:
         lines = choice_lines(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
         # a CPU has one spec, and no kernels
-        return lines + launch.notes() + delta_rule.notes(self.chosen) if self.device.type == "cuda" else lines[1:]
+        return lines + operators.notes() + delta_rule.notes(self.chosen) if self.device.type == "cuda" else lines[1:]
 
     @property
     def chosen(self) -> dict[str, str]:

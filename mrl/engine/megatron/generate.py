@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mrl.engine import collective
-from mrl.engine.generation import Chosen, Schedule, Step, check_room, complete, may_read_late
+from mrl.engine.generation import SampledTokens, Schedule, Step, check_room, complete, may_read_late
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron.model import Model
@@ -137,7 +137,7 @@ class _Runner:
         captures = self.model.captures_graphs
         return [DecodeGraphs(*of, captures=captures) for of in zip(self.decoders, self.caches, strict=True)]
 
-    def launch(self, step: Step, before: Tensor | None) -> Chosen:
+    def launch(self, step: Step, before: Tensor | None) -> SampledTokens:
         """Begins a step. Returns the tokens that follow its sampled sequences. before: those of the step before."""
         for chunk, cache in enumerate(self.caches):
             cache.arrange(step.copies, step.shape)
@@ -150,7 +150,7 @@ class _Runner:
             parts.append(self._run_batch(step.part(count, len(step.lengths)), prompts, before))
         else:
             parts = [self._run_batch(step, self.caches, before)]
-        return Chosen([result for result, _ in parts], [more for _, more in parts])
+        return SampledTokens([result for result, _ in parts], [more for _, more in parts])
 
     def _apart(self, step: Step) -> int:
         """Returns how many leading sequences decode in fixed shapes while others of the step have prompts; 0 if all run
@@ -185,7 +185,8 @@ class _Runner:
     ) -> tuple[Tensor, Callable[[], Tensor]]:
         """Runs sequences in the order of their rows through all chunks in pipeline order.
 
-        Returns what the last stage has chosen, as a part of `Chosen` and a function that looks among more candidates.
+        Returns what the last stage has sampled: a part of `SampledTokens`, and a function that looks among more
+        candidates.
         behind: how many tokens the rows after these have, if they belong to other sequences of the step.
         """
         dims, device = self.dims, devices.device()

@@ -3,7 +3,7 @@
 An operator has two parts. `outputs`, torch alone, allocates its results; fake tensors and torch.compile need no more.
 The launcher, in a module that imports triton, fills them. That module is imported at the first launch.
 
-    rms_norm = launch.operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", LAUNCHERS, outputs)
+    rms_norm = operators.operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", LAUNCHERS, outputs)
 
 Autograd does not see inside an operator, so a `torch.autograd.Function` calls one in each direction.
 """
@@ -15,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mrl.kernels import compiler
 
-_library = torch.library.Library("mrl", "FRAGMENT")
+LIBRARY = torch.library.Library("mrl", "FRAGMENT")
 _interpreted = False
 
 
@@ -43,27 +43,46 @@ def uses_triton(x: Tensor) -> bool:
     return x.is_cuda and CAN_COMPILE or _interpreted and x.is_cpu
 
 
+def supports(x: Tensor) -> bool:
+    """Returns whether kernels compute with the numbers of `x`: they do so in fp32, so not with fp64."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and uses_triton(x)
+
+
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Runs the kernels on CPU tensors by Triton's interpreter, inside the context. For tests.
+def interpreted(on: bool = True) -> Iterator[None]:
+    """Runs the kernels on CPU tensors by Triton's interpreter, inside the context; torch's code if not `on`. For tests.
 
     TRITON_INTERPRET=1 must be set before anything imports triton, whose own functions become kernels there.
     """
     global _interpreted
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
-    _interpreted = True
+    before, _interpreted = _interpreted, on
     try:
         yield
     finally:
-        _interpreted = False
+        _interpreted = before
+
+
+def define(schema: str, functions: Mapping[str, Callable[..., Any]], outputs: Callable[..., Any]) -> Any:
+    """Defines an operator of torch.ops.mrl and returns it.
+
+    schema: as `torch.library.Library.define` takes it. functions: for CPU and CUDA tensors. outputs: called with the
+    arguments, allocates the results.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for device, function in functions.items():
+        LIBRARY.impl(name, function, device)
+    torch.library.register_fake(f"mrl::{name}", outputs, lib=LIBRARY)
+    return getattr(torch.ops.mrl, name).default
 
 
 def operator(schema: str, launchers: str, outputs: Callable[..., Any]) -> Any:
-    """Defines an operator of torch.ops.mrl and returns it. Callers give all arguments by position.
+    """Defines the operator of a kernel, as `define` does. Callers give all arguments by position.
 
-    schema: as `torch.library.Library.define` takes it. launchers: the module with a function of the operator's name,
-    which is called with the arguments and then the outputs. outputs: called with the arguments, allocates a tensor, a
-    tuple of tensors, or nothing (None) if the operator writes into its arguments.
+    launchers: the module with a function of the operator's name, which is called with the arguments and then the
+    outputs. outputs: allocates a tensor, a tuple of tensors, or nothing (None) if the operator writes into its
+    arguments.
     """
     name = schema.partition("(")[0]
 
@@ -77,8 +96,4 @@ def operator(schema: str, launchers: str, outputs: Callable[..., Any]) -> Any:
         launcher()(*args, *results)
         return made
 
-    _library.define(schema)
-    for device in ("CUDA", "CPU"):
-        _library.impl(name, run, device)
-    torch.library.register_fake(f"mrl::{name}", outputs, lib=_library)
-    return getattr(torch.ops.mrl, name).default
+    return define(schema, {"CUDA": run, "CPU": run}, outputs)

@@ -1,0 +1,42 @@
+"""Replaces megatron's SwiGLU: by functions with few passes over memory on a CPU, by one kernel on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mrl import patches
+from mrl.kernels import layers, operators
+
+
+def replace(swiglu: Callable[..., Any], weighted_swiglu: Callable[..., Any]) -> None:
+    """Replaces both functions in each module of megatron that imports them."""
+    activations = {"bias_swiglu_impl": swiglu, "weighted_bias_swiglu_impl": weighted_swiglu}
+    for module in ("mlp", "moe.experts", "moe.shared_experts"):
+        path = f"megatron.core.transformer.{module}"
+        here = vars(importlib.import_module(path))
+        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
+
+
+def use_kernels() -> None:
+    """Replaces megatron's SwiGLU by one kernel if no option is set. torch.compile makes its kernels again in each run.
+
+    Those round once, at the end. Hugging Face rounds silu as well, and so does the kernel.
+    """
+    theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+
+    def fits(x: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> bool:
+        return bias is None and not any(options) and operators.supports(x)
+
+    def swiglu(x: Tensor, bias: Tensor | None = None, *options: Any) -> Tensor:
+        return layers.swiglu(x) if fits(x, bias, options) else theirs.bias_swiglu_impl(x, bias, *options)
+
+    def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *options: Any) -> Tensor:
+        if fits(x, bias, options):
+            return layers.swiglu(x, weights=weights)
+        return theirs.weighted_bias_swiglu_impl(x, bias, weights, *options)
+
+    replace(swiglu, weighted_swiglu)
