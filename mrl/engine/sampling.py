@@ -44,7 +44,9 @@ _CANDIDATES = 128
 CANDIDATE_FACTOR = 8
 """The factor of candidates after too few of them."""
 _NOISE_WORDS_ON_CPU = 2**15  # words computed at once, to stay in a CPU's caches
-_NOISE_WORDS = 2**28  # elsewhere a step's noise is one chunk; temporaries take 16 bytes a word, at most 4 GiB
+_NOISE_WORDS = (
+    2**28
+)  # on a GPU without Triton a step's noise is one chunk; temporaries take 16 bytes a word, at most 4 GiB
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chooses the device that models compute on in this process. Nothing else asks for a GPU."""
+"""Chooses the device that models compute on in this process, and copies between it and the host."""
 
 from __future__ import annotations
 

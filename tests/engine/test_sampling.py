@@ -114,7 +114,7 @@ class Operations(TorchDispatchMode):
      (SamplingParams(0.7, top_p=0.9), 100)],
 )  # fmt: skip
 def test_off_a_cpu_operations_do_not_grow_with_rows_or_vocabulary(params, most):
-    """Tensors on "meta" have no memory, and operations are those of a GPU."""
+    """Tensors on "meta" have no memory, and operations are those of a GPU without Triton."""
     meta, counts = torch.device("meta"), set()
     for count, vocab in ((1, 151936), (1024, 151936), (1024, 7), (1700, 151936)):
         rows = SamplingRows.of([params] * count, [0] * count, meta)

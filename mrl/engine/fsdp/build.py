@@ -20,7 +20,7 @@ from transformers import (
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.checks import Sequences
-from mrl.engine.fsdp import attention, delta_net, fused
+from mrl.engine.fsdp import attention, delta_net
 from mrl.errors import ModelError
 from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
@@ -112,7 +112,6 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
     elif config.packing:
         raise ModelError(_not_packed(model_type))
     delta_net.replace_forwards(hf)
-    fused.use_kernels(hf)
     return hf
 
 

@@ -67,6 +67,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             check_shared_sequences(config.engine.parallel.cp, read_hf_config(config.model.path))
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
+        self._kernels: list[str] | None = None  # of the model, once it is built
         self.seen_images = False  # of the accumulated gradients
         self._spent = False  # by an optimizer step, since gradients were zeroed
 
@@ -88,10 +89,15 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     @property
     def chosen(self) -> dict[str, str]:
-        types = normalize(read_hf_config(self.config.model.path)).get("layer_types") or ()
-        if self.device.type != "cuda" or "linear_attention" not in types:
+        if self.device.type != "cuda":
             return {}
-        return {delta_rule.NAME: delta_rule.choice(DTYPES[self.config.model.dtype])}
+        types = normalize(read_hf_config(self.config.model.path)).get("layer_types") or ()
+        found = {}
+        if "linear_attention" in types:
+            found[delta_rule.NAME] = delta_rule.choice(DTYPES[self.config.model.dtype])
+        if self._kernels is not None and operators.CAN_COMPILE:
+            found["kernels"] = ", ".join(self._kernels) or "none of layers"
+        return found
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -99,6 +105,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
         self.model = Model(self.config, self.device, self.mesh, read)
+        self._kernels = self.model.kernels
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.trained(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())

@@ -28,9 +28,11 @@ WIDTHS = {"gate_proj": (8, 6), "up_proj": (8, 6), "gate_up_proj": (8, 12), "down
 ROTARY = "apply_rotary_pos_emb"  # transformers' name for it, in the file of each model
 
 
-def use_kernels(hf: nn.Module) -> None:
-    """Gives the modules of a model kernels. `hf` may lie on the meta device."""
+def use_kernels(hf: nn.Module) -> list[str]:
+    """Gives the modules of a model kernels. Returns the names of their classes and functions. `hf` may lie on the meta
+    device."""
     forms: dict[Any, Any] = {}  # by class and options: modules of all layers are alike
+    taken = set()
 
     def form(find: Callable[[Any], Any], of: Any, *alike: Any) -> Any:
         key = (find, *alike)
@@ -49,15 +51,20 @@ def use_kernels(hf: nn.Module) -> None:
             norm = form(_norm_form, module, type(module), len(own["weight"]), _eps(module))
             if norm is not None:
                 module.forward = functools.partial(_norm, module, *norm)
+                taken.add(type(module).__name__)
         elif parts.keys() in (GATED, JOINT):
             mlp = form(_mlp_form, module, type(module), *map(type, parts.values()))
             if mlp is not None:
                 module.forward = functools.partial(mlp, module)
+                taken.add(type(module).__name__)
     for name in sorted({type(module).__module__ for module in hf.modules()}):
         names = vars(sys.modules[name])
         rotary = names.get(ROTARY)
         if rotary is not None and not isinstance(rotary, FusedRotary) and form(_rotates_halves, rotary, name):
             names[ROTARY] = FusedRotary(rotary)
+        if isinstance(names.get(ROTARY), FusedRotary):
+            taken.add(ROTARY)
+    return sorted(taken)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mrl import patches
 from mrl.config.schema import RoleConfig
 from mrl.engine import collective
-from mrl.engine.fsdp import attention, precision, probe
+from mrl.engine.fsdp import attention, fused, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
@@ -79,6 +79,7 @@ class Model:
         self.family = table and as_stored_in(config.model.path, table)
         self.head, self.device = config.head, device
         hf = build(config, self.hf_config)
+        self.kernels = fused.use_kernels(hf)
         if config.head == "value":
             with_value_head(hf, checked=self.family is None)
         if self.family is not None:
