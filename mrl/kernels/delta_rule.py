@@ -1,7 +1,8 @@
 """Computes the gated delta rule by the kernels of flash-linear-attention, if its package fla-core is installed.
 
-They take tensors of two bytes on a GPU. In fp32 Triton's products would be TF32, so mrl's own rule computes these. A
-model in deterministic mode has mrl's rule, too: fla's autotuner times its kernels, so two processes may round apart.
+They take tensors of two bytes on a GPU. In fp32 Triton's products would be TF32, so mrl's own rule computes these.
+Under megatron's deterministic mode or torch's mrl's rule computes all: fla's autotuner times its kernels, so two
+processes may round apart. fla sums decays in fp32, so gradients of A_log have fewer digits than mrl's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +43,8 @@ def _version() -> str | None:
 
 @functools.cache
 def _rule() -> Callable[..., Any]:
+    # else fla calls FlashQLA in place of its own kernels where that package is; nobody compared it with mrl's rule
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule
@@ -49,6 +53,7 @@ def _rule() -> Callable[..., Any]:
 def choice(dtype: torch.dtype, *, repeatable: bool = False) -> str:
     """Returns whose rule a GPU computes, with its version. repeatable: not by kernels that may round apart in another
     process."""
+    repeatable |= torch.are_deterministic_algorithms_enabled()
     version = _version() if operators.CAN_COMPILE and dtype.itemsize == 2 and not repeatable else None
     return OWN if version is None else f"fla-core {version}"
 

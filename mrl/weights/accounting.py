@@ -125,16 +125,23 @@ def check_model(
     known = copies_of(family, hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
     beside = family.carried(reader.tensors)
-    odd = [name for name in beside if reader.tensors[name].dtype not in DTYPES or _PACKED.search(name)]
-    if odd:
-        why = f"{shorten_list(sorted(odd))} of dtype {reader.tensors[odd[0]].dtype} cannot be carried over to an export"
-        raise ModelError(reader.path, why=why, fix=f"store it in one of {', '.join(DTYPES)}")
+    check_carried(reader, beside)
     may_have |= copies.keys() | beside
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
         if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
             raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
+
+
+def check_carried(reader: WeightReader, names: Collection[str]) -> None:
+    """Raises ModelError for tensors that cannot be carried over to an export unchanged."""
+    if packed := sorted(name for name in names if _PACKED.search(name)):
+        why = f"{shorten_list(packed)}: quantised in a way that cannot be read"
+        raise ModelError(reader.path, why=why, fix="give the model that they were made from")
+    if odd := sorted(name for name in names if reader.tensors[name].dtype not in DTYPES):
+        why = f"{shorten_list(odd)} of dtype {reader.tensors[odd[0]].dtype} cannot be carried over to an export"
+        raise ModelError(reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
 
 
 def copies_of(family: Family, hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:

@@ -79,7 +79,7 @@ STRAYS = [
     ("mtp.fc.weight", torch.complex64, "mtp.fc.weight of dtype C64 cannot be carried over"),
 ]
 PACKED = [
-    ("model.visual.patch.weight_packed", torch.int32, "weight_packed of dtype I32 cannot be carried over"),
+    ("model.visual.patch.weight_packed", torch.int32, "weight_packed.*quantised in a way"),
     ("model.language_model.layers.0.mlp.up_proj.weight_packed", torch.int32, "weight_packed.*quantised in a way"),
 ]
 

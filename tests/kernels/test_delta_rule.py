@@ -13,7 +13,9 @@ import torch
 from mrl.kernels import delta_rule as kernels
 from mrl.kernels import operators
 from mrl.ops import delta_rule
+from mrl.ops.delta_heads import DeltaHeads
 from mrl.ops.delta_rule import Chunks, unit
+from mrl.ops.kv_cache import CachedStep, KVCache
 from tests.ops.test_delta_rule import CPU, HEADS, KEY, SHARING, VALUE, inputs
 
 MODULES = Path(sys.prefix) / "fla"
@@ -48,11 +50,11 @@ def fla():
         del sys.modules[name]
 
 
-def both(lengths, dtype, *, state=None):
+def both(lengths, dtype, *, state=None, fastest=1.0):
     """For each rule, outputs, states, and gradients of all inputs, which have this dtype but for decay and beta."""
     found = []
     for rule in ("kernels", "ours"):
-        tensors = [x.requires_grad_() for x in inputs(sum(lengths))]
+        tensors = [x.requires_grad_() for x in inputs(sum(lengths), fastest=fastest)]
         query, key, value, decay, beta = tensors
         query, key, value = (
             x.to(dtype).to(wide)
@@ -81,6 +83,14 @@ def test_kernels_give_the_numbers_of_the_rule(lengths, with_state):
         assert (one - other).norm() < 2e-6 * other.norm()
 
 
+def test_fast_decays_cost_digits_of_their_gradient_alone():
+    """A state keeps exp(-16) at most: sums of 64 such logarithms in fp32 leave their differences 13 bits."""
+    *others, (of_decay, expected), of_beta = both((63, 70), torch.float32, fastest=16.0)
+    for one, other in (*others, of_beta):
+        assert (one - other).norm() < 1e-5 * other.norm()
+    assert 1e-6 * expected.norm() < (of_decay - expected).norm() < 1e-3 * expected.norm()
+
+
 def test_kernels_round_to_two_bytes():
     """Products of fla round to the dtype of values, ours are in fp32: four units of float16, which is 2^-11.
 
@@ -88,6 +98,46 @@ def test_kernels_round_to_two_bytes():
     """
     for one, other in both((1, 63, 6), torch.float16):
         assert (one.float() - other.float()).norm() < 4 * 2**-11 * other.float().norm()
+
+
+def layer_inputs(tokens=76, weights=4):
+    """Inputs and parameters of `DeltaHeads`."""
+    drawn = torch.Generator().manual_seed(4)
+    channels = 2 * KEY + SHARING * VALUE
+    x = torch.randn(tokens, HEADS, channels + 2 * SHARING, generator=drawn)
+    return x, torch.randn(HEADS, channels, weights, generator=drawn), *torch.rand(2, HEADS, SHARING, generator=drawn)
+
+
+def prompts_of(heads, x):
+    """Outputs and the states after two prompts in two steps: 10 and 1 tokens, then 40 and 25 more."""
+    cache, found = KVCache(2, 100), []
+    for new, old in (((10, 1), (0, 0)), ((40, 25), (10, 1))):
+        step = CachedStep(cache, new, old, CPU)
+        found.append(heads.cached(0, x[sum(old) : sum(old) + sum(new)], step))
+    return *found, *cache.states[0]
+
+
+@pytest.mark.parametrize("step", ["forward", "cached"])
+def test_heads_compute_by_the_kernels_that_are_taken(monkeypatch, step):
+    """Outputs, gradients and kept states of a layer by fla's kernels, in float16, as by mrl's rule."""
+    found = []
+    for taken in (True, False):
+        monkeypatch.setattr(kernels, "takes", lambda value, repeatable, taken=taken: taken)
+        x, *parameters = (p.half().requires_grad_() for p in layer_inputs())
+        heads = DeltaHeads(*parameters, KEY)
+        if step == "forward":
+            out = heads(x, Chunks.of((5, 70, 1), CPU))
+            grads = torch.autograd.grad(
+                (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).float().sum(), (x, *parameters)
+            )
+            found.append([out, *grads])
+        else:
+            with torch.no_grad():
+                found.append(prompts_of(heads, x))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype and torch.isfinite(one).all()
+        assert (one.float() - other.float()).norm() < 8 * 2**-11 * other.float().norm()
+    assert not torch.equal(found[0][0], found[1][0])  # two ways to compute it
 
 
 def test_no_token_of_another_document_moves_a_bit():

@@ -30,9 +30,9 @@ from transformers.core_model_loading import (
 )
 
 from mrl.errors import ModelError
-from mrl.weights.accounting import SCORE, account, equal_tensors, follows_from_config
+from mrl.weights.accounting import SCORE, account, check_carried, equal_tensors, follows_from_config
 from mrl.weights.algebra import Shape
-from mrl.weights.safetensors_io import DTYPES, SafetensorsReader, TensorInfo, shorten_list
+from mrl.weights.safetensors_io import DTYPES, SafetensorsReader, TensorInfo
 
 Read = Callable[[str], Any]
 
@@ -183,10 +183,7 @@ class StoredFolder:
         left = [key for key in found if key not in expected and key not in unread]
         carried = self._carried(left)
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
-        odd = [key for key in carried if found[key].dtype not in DTYPES]
-        if odd:
-            why = f"{shorten_list(odd)} of dtype {found[odd[0]].dtype} cannot be carried over to an export"
-            raise ModelError(self.reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
+        check_carried(self.reader, carried)
         return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
 
     def _carried(self, keys: Sequence[str]) -> set[str]:
