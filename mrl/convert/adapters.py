@@ -34,7 +34,7 @@ from mrl.weights.pread import LazySlice, Region
 from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
 from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
-from mrl.weights.stacks import interleaved_rows
+from mrl.weights.stacks import interleaved_rows, unstacking_read
 from mrl.weights.table import Family, HFConfig
 
 
@@ -95,7 +95,7 @@ def tensors_of(
 
 class MergedReader:
     """Reads the weights of `base`, a Hugging Face folder, with adapters added in: a `WeightReader` in `dtype`, buffers
-    in fp32.
+    in fp32. It takes the tables' names, too.
 
     base: its own weights by name, in the dtype that they have there. adapter: its tensors, fp32. shapes: the layer of
     each.
@@ -105,7 +105,7 @@ class MergedReader:
         self, base: str, family: Family, hf_config: HFConfig, *, head: str, dtype: torch.dtype,
         shapes: Mapping[str, AdapterShape], adapter: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self.path, self.head, self.shapes, self.adapter = Path(base), head, shapes, adapter
+        self.path, self.head, self.shapes, self.adapter, self._family = Path(base), head, shapes, adapter, family
         self._ends, self._last = contextlib.ExitStack(), threading.local()
         stored = stored_weights(base, family, hf_config, head=head, trained=True)
         self.base: Callable[[str], Any] = self._ends.enter_context(stored)
@@ -135,6 +135,9 @@ class MergedReader:
         return other
 
     def __call__(self, name: str) -> Slice:
+        return self._stored(name) if name in self.tensors else unstacking_read(self._stored, self._family)(name)
+
+    def _stored(self, name: str) -> Slice:
         if name in self._beside.tensors:
             return self._beside(name)
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))

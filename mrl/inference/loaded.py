@@ -25,6 +25,7 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console
 from mrl.trainers.rl.samplers import SyncedSampler, make_sampler
+from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 
@@ -86,6 +87,12 @@ def _init(engine: BaseEngine, place: PlaceConfig) -> None:
         raise ConfigError(
             "engine.backend", engine.backend, f"starts from a Hugging Face folder, and MODEL is {place.what}",
             "make one of it with `mrl convert export`",
+        )  # fmt: skip
+    kind = read_hf_config(place.folder)["model_type"]
+    if place.source is not None and engine.backend == "fsdp" and kind not in FAMILIES:
+        raise ConfigError(
+            "engine.backend", "fsdp", f"reads a {kind!r} model from a Hugging Face folder, and MODEL is {place.what}",
+            "leave it out, or make a folder of it with `mrl convert export`",
         )  # fmt: skip
     with weights_of(place) as source:
         if source is None:

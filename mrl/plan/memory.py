@@ -21,7 +21,7 @@ from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
 from mrl.plan.gpus import GPU
 from mrl.weights.families import family_for
-from mrl.weights.hf_config import normalize, read_hf_config, vocab_size_of
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 from mrl.weights.rules import expected_hf_names
 
 KnownChunks = dict[tuple, ChunkFigures]
@@ -300,7 +300,7 @@ def _model_bytes(config: RoleConfig) -> int:
     """Returns bytes of the whole model in its compute dtype."""
     if config.engine.backend == "fsdp":
         return sharded.gathered_bytes(config)
-    dense, experts, _ = parameters_of(normalize(dict(read_hf_config(config.model.path)), where="config.json"), "lm")
+    dense, experts, _ = parameters_of(read_hf_config(config.model.path), "lm")
     return (dense + experts) * DTYPES[config.model.dtype].itemsize
 
 

@@ -195,7 +195,9 @@ def config_of(family: str, *, layers: int = 2, tied: bool = False, vocab: int = 
 
 def make_adapter(folder: str, model: str, lora: LoraConfig, *, head: str = "lm", seed: int = 0) -> str:
     """Saves random adapters for the model in the folder `model`, B not zero, and returns `folder`."""
-    shapes = adapter_shapes(adapters(model, lora, head), head, AutoConfig.from_pretrained(model).hidden_size)
+    shapes = adapter_shapes(
+        adapters(model, lora, head), head, AutoConfig.from_pretrained(model).get_text_config().hidden_size
+    )
     generator = torch.Generator().manual_seed(seed)
     tensors = [(name, 0.1 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
     write_adapter(folder, lora, model, tensors, head=head)

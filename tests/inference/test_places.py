@@ -12,9 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.schema import LoraConfig
+from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
 from mrl.inference.places import find_model
+from tests.convert.test_composite import make
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.inference.cases import greedy, mrl
@@ -171,3 +173,25 @@ def test_names_of_the_positions_and_dtypes(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     (folder / "model.safetensors").rename(folder / "of_another_layout.safetensors")
     assert find_model(str(folder)).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", nightly_but(["qwen3_5"], ["qwen3_5", "qwen3_5_moe"]))
+def test_an_adapter_over_a_folder_of_text_and_more(tmp_path, kind):
+    """The folder's names have a prefix that the table's lack, and it holds a layer's experts in one tensor."""
+    tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
+    folder = make(tmp_path / "whole", kind, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    adapter = tiny.make_adapter(str(tmp_path / "adapter"), str(folder), LoraConfig(rank=4, alpha=64.0), seed=3)
+    for file in pathlib.Path(adapter).glob(
+        "tokenizer*"
+    ):  # transformers picks another class for it beside a config.json
+        file.unlink()
+    export_hf(adapter, tmp_path / "merged")
+    text, note = says(adapter)
+    assert text == says(tmp_path / "merged")[0] != says(folder)[0] and f"adapters over {folder}" in note
+    refused = mrl("generate", adapter, *ASK, "engine.backend=fsdp")
+    assert (
+        refused.code == 2
+        and 'engine.backend: value "fsdp" reads a \'' in refused.err
+        and "`mrl convert export`" in refused.err
+    )

@@ -44,7 +44,7 @@ from mrl.engine.trained_state import TrainedState, UpdateSettings, clone_tensors
 from mrl.kernels import delta_rule, operators
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
-from mrl.weights.hf_config import changes_to_text, normalize, read_hf_config
+from mrl.weights.hf_config import changes_to_text, read_hf_config
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,7 +91,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
     def chosen(self) -> dict[str, str]:
         if self.device.type != "cuda":
             return {}
-        types = normalize(read_hf_config(self.config.model.path)).get("layer_types") or ()
+        types = read_hf_config(self.config.model.path).get("layer_types") or ()
         found = {}
         if "linear_attention" in types:
             found[delta_rule.NAME] = delta_rule.choice(DTYPES[self.config.model.dtype])
