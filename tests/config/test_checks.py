@@ -101,6 +101,9 @@ def test_a_model_that_reads_images_needs_the_fsdp_backend():
         ConfigError, match=r"^engine.parallel.cp: value 3 does not divide the model's 8 attention heads"
     ):
         FSDPChecks.check_model(config.engine, parallel_dims(ParallelConfig(cp=3), 3), model, any_sequences)
+    whole = {"model_type": "qwen3_5", "text_config": {**MODEL, "linear_num_key_heads": 2}}
+    with pytest.raises(ConfigError, match=r"^engine.parallel.cp: value 4 .* 2 linear attention's key heads, .* 1, 2$"):
+        FSDPChecks.check_model(config.engine, parallel_dims(ParallelConfig(cp=4), 4), whole, any_sequences)
 
 
 def test_number_of_processes():

@@ -152,8 +152,13 @@ def predictions_come_back_in_order(config: RoleConfig) -> None:
 
 def documents_do_not_see_each_other(config: RoleConfig) -> None:
     """In a packed micro-batch, another document's tokens change nothing of a document's log-probs, bit for bit."""
-    engine = make_engine(dataclasses.replace(config, packing=True))
-    batch = tiny.uneven_batch(sequences=4, longest=15)  # one micro-batch of 64 tokens
+    micro_batch = dataclasses.replace(config.engine.micro_batch, size=None, tokens=256)
+    engine = make_engine(
+        dataclasses.replace(config, packing=True, engine=dataclasses.replace(config.engine, micro_batch=micro_batch))
+    )
+    batch = tiny.uneven_batch(lengths=(70, 1, 66, 12))  # one micro-batch; more than a chunk of gated delta nets
+    # log-probs are 0 where nothing trains
+    batch = dataclasses.replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     tokens = batch.tokens.clone()
     tokens[: int(batch.lengths[0])] = tokens[: int(batch.lengths[0])].flip(0)
     edited = dataclasses.replace(batch, tokens=tokens)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mrl.batch import Batch
+from mrl.batch import Batch, make_batch
 from mrl.check.reference import delta_rule_by_tokens
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
@@ -203,8 +204,21 @@ def resumes(config: RoleConfig, out: str, parallel: Sequence[dict[str, Any]]) ->
     return {"far": far, "weights": weights}
 
 
+def learns_copies(config: RoleConfig, steps: int) -> list[float]:
+    """Returns the MTP loss of each step. Each sequence is one of six random tokens three times; the copies train."""
+    engine, rng, losses = make_engine(config), random.Random(0), []
+    for _ in range(steps):
+        heads = [[rng.randrange(3, 20) for _ in range(6)] for _ in range(16)]
+        losses.append(_trained(engine, make_batch([3 * head for head in heads], [[0.0] * 6 + [1.0] * 12] * 16))[1])
+    return losses
+
+
 def _update(engine: BaseEngine, seed: int) -> tuple[float, float]:
-    found = _calls(engine, tiny.uneven_batch(seed), 1)
+    return _trained(engine, tiny.uneven_batch(seed))
+
+
+def _trained(engine: BaseEngine, batch: Batch) -> tuple[float, float]:
+    found = _calls(engine, batch, 1)
     engine.optimizer_step()
     engine.lr_scheduler_step()
     return found["loss"], found["mtp_loss"]

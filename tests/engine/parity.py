@@ -94,6 +94,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_5 long memory": ("qwen3_5", {"long_memory": True}),
+    "qwen3_5_moe long memory": ("qwen3_5_moe", {"long_memory": True}),
     "qwen3 one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3 three kv heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "gemma2 tied": ("gemma2", {"tied": True}),
@@ -123,8 +125,9 @@ LORAS: dict[str, dict[str, Any]] = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
-    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute, recompute_every, fsdp: as in
-    the config. why: what the row is there for. lora: a key of LORAS; the adapters start at random, so that A has a gradient too."""
+    one of them. sequences: of the global mini-batch. lengths: of its sequences, in place of their number. one_token: a
+    single token of it trains. recompute, recompute_every, fsdp: as in the config. why: what the row is there for. lora: a key
+    of LORAS; the adapters start at random, so that A has a gradient too."""
 
     model: str
     layout: str = "dp1"
@@ -132,6 +135,7 @@ class Row:
     size: int | None = None
     tokens: int | None = None
     sequences: int = 8
+    lengths: tuple[int, ...] = ()
     one_token: bool = False
     recompute: str = "none"
     recompute_every: int = 1
@@ -166,6 +170,8 @@ class Row:
         cut = f"size {self.size}" if self.size else f"tokens {self.tokens}"
         text = f"{self.model}, {self.layout}, {'packed' if self.packing else 'padded'}, {cut}"
         text += f", {self.sequences} sequences" if self.sequences != 8 else ""
+        if self.lengths:
+            text += f", {len(self.lengths)} of {min(self.lengths)} to {max(self.lengths)} tokens"
         text += ", one trained token" if self.one_token else ""
         text += f", recompute {self.recompute}" if self.recompute != "none" else ""
         text += f" every {self.recompute_every}" if self.recompute_every > 1 else ""
@@ -246,7 +252,8 @@ class Table:
 
     def reference(self, row: Row) -> str:
         """A file with the batch, the weights at the start and the tiny.Reference of a row."""
-        name = f"{row.model}-{row.sequences}-{row.one_token}-{row.lora}.pt"
+        lengths = "-".join(map(str, row.lengths or (row.sequences,)))
+        name = f"{row.model}-{lengths}-{row.one_token}-{row.lora}.pt"
         path = Path(self._folder.name, name.replace(" ", "_"))
         if not path.exists():
             batch, adapter = batch_of(row), self.adapter(row)
@@ -290,7 +297,7 @@ def measure(row: Row, folder: str, reference: str, adapter: str | None, device: 
 
 
 def batch_of(row: Row) -> Batch:
-    batch = tiny.uneven_batch(sequences=row.sequences)
+    batch = tiny.uneven_batch(sequences=row.sequences, lengths=row.lengths)
     if not row.one_token:
         return batch
     only = torch.zeros_like(batch.loss_mask)

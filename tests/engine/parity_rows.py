@@ -14,6 +14,10 @@ from tests.engine import tiny
 from tests.engine.layouts import EXTERNAL
 from tests.engine.parity import MODELS, Row
 
+AROUND_A_CHUNK = (1, 63, 2, 64, 65, 1, 130)
+"""Lengths around the 64 tokens of a chunk of gated delta nets, a document of one token between two long ones."""
+TWENTY = (5, 2, 9, 2, 4, 7, 3, 3, 2, 8, 6, 2, 5, 9, 2, 1, 4, 2, 7, 3)
+
 ONE_PROCESS = (
     Row("llama", packing=False, size=8),
     Row("llama", size=4),
@@ -100,6 +104,8 @@ TWO_PROCESSES = (
     Row("qwen3_5", "tp2+sp", tokens=64),
     Row("qwen3_5", "cp2", size=4, why="ranks exchange tokens for heads"),
     Row("qwen3_5", "cp2", packing=False, size=4),
+    Row("qwen3_5 long memory", "cp2", tokens=512, lengths=AROUND_A_CHUNK, why="chunks of documents that ranks share"),
+    Row("qwen3_5", "pp2", size=4),
     Row("qwen3_5", "pp2xvpp2", size=2),
     Row("qwen3_5", "dp2", size=4),
     Row("qwen3_5_moe", "tp2+sp", size=4),
@@ -173,6 +179,17 @@ NIGHTLY_ROWS = (
     Row("llama", "pp2xvpp2xdp2xcp2", size=2),
     Row("qwen3_moe", "tp2+spxpp2xdp2xep2", size=2),
     Row("mixtral", "tp2+spxcp2xdp2xep4xetp2", size=4),
+    Row("qwen3_5 long memory", tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5", tokens=512, lengths=TWENTY),
+    Row("qwen3_5 long memory", packing=False, tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5", "tp2", packing=False, size=4),
+    Row("qwen3_5 long memory", "tp2+sp", tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5 long memory", "cp2", tokens=2048, lengths=(1000, 1, 130)),
+    Row("qwen3_5_moe long memory", tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5_moe", "cp2", tokens=512, lengths=TWENTY),
+    Row("qwen3_5_moe long memory", "cp2", packing=False, tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5_moe long memory", "tp2+sp", tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5_moe", "pp2", packing=False, size=4),
     Row("qwen3_5", "tp4", size=4, why="key heads of attention that two ranks share, with a gate beside the queries"),
     Row("qwen3_5", "tp4+sp", packing=False, size=8),
     Row("qwen3_5", "pp4", size=2),
@@ -208,7 +225,7 @@ def first_rows(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-OPTIONS = ("model", "layout", "lora", "recompute", "recompute_every", "one_token", "sequences", "fsdp")
+OPTIONS = ("model", "layout", "lora", "recompute", "recompute_every", "one_token", "sequences", "lengths", "fsdp")
 
 
 def next_rows(rows: Sequence[Row], of_models: bool = True) -> list[Row]:
@@ -230,7 +247,7 @@ def _fsdp(*rows: Row) -> tuple[Row, ...]:
 
 
 FSDP_ROWS = _fsdp(
-    Row("qwen3_5", tokens=64),
+    Row("qwen3_5 long memory", tokens=512, lengths=AROUND_A_CHUNK),
     Row("qwen3_5_moe", size=4, packing=False),
     Row("qwen3_5", "cp2", size=4, why="ranks exchange tokens for heads"),
     Row("qwen3_5_moe", "dp2", size=4),
@@ -312,6 +329,13 @@ FSDP_ROWS = _fsdp(
 )
 
 FSDP_NIGHTLY_ROWS = _fsdp(
+    Row("qwen3_5", tokens=64),
+    Row("qwen3_5", tokens=512, lengths=TWENTY),
+    Row("qwen3_5 long memory", "cp2", tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5 long memory", "cp2", packing=False, tokens=512, lengths=AROUND_A_CHUNK),
+    Row("qwen3_5", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+    Row("qwen3_5_moe", "cp2", size=4),
+    Row("qwen3_5_moe", "cp2", tokens=512, lengths=TWENTY),
     Row("llama", size=4, fsdp=FSDPConfig(compile=True)),
     Row("gemma2", "dp2", size=4, packing=False, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
     Row("qwen3_moe", "dp4", size=4, fsdp=FSDPConfig(replicate=2, compile=True)),

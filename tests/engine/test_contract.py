@@ -41,6 +41,7 @@ MORE = (
     ("micro_batches_do_not_matter", "llama", ("megatron dp2", "megatron tp2 cp2")),  # trap 5
     ("micro_batches_do_not_matter", "mixtral", ("megatron ep2",)),
     ("documents_do_not_see_each_other", "qwen3_5", ("fsdp", "megatron", "megatron cp2", "fsdp cp2")),  # trap 17
+    ("documents_do_not_see_each_other", "qwen3_5_moe", ("megatron",)),
 )
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
 FAST_CASES = [(layout, case) for layout, case in CASES if layout in FEW and (layout in FEW[:2] or case in EVERYWHERE)]
@@ -50,9 +51,7 @@ SLOW_CASES = [  # each layout, and each case, in turn
 ]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
 FAST_MORE = MORE_CASES[1:3]
-SLOW_MORE = [
-    one for one in MORE_CASES if one[0] not in ("fsdp", "megatron")
-]  # of one process: test_documents_of_models
+SLOW_MORE = [one for one in MORE_CASES if one[2] != "qwen3_5_moe"]
 
 
 def run(layout, case, folder, **kwargs):
@@ -68,7 +67,7 @@ def test_contract(folder, layout, case):
 
 @pytest.mark.parametrize(("layout", "case", "family"), in_tiers(FAST_MORE, SLOW_MORE, MORE_CASES))
 def test_more_layouts(folder, layout, case, family):
-    run(layout, case, folder(family, layers=4))
+    run(layout, case, folder(family, layers=4, long_memory=True))
 
 
 OURS = [layout for layout in [*SPLIT, "megatron pp2 vpp2", "megatron cp2"] if not layout.startswith("external")]

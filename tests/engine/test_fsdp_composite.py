@@ -23,8 +23,8 @@ from tests.engine import tiny, tiny_composite
 from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case
 
-PACKED = ("llama4", "mllama", "emu3")
-"""The others are recurrent, or have attention of their own, and take one sequence a row."""
+PACKED = ("llama4", "mllama", "emu3", "qwen3_5")
+"""qwen3_5_moe could be. The others have attention of their own, and take one sequence a row."""
 IDLE = {
     "mllama": r"layers\.1\.",
     "dots3_note": "indexer|e_score",
@@ -72,14 +72,15 @@ def test_an_export_has_the_tensors_of_the_folder_under_their_names(kind, tmp_pat
     assert not found["missing_keys"] and all(name.startswith("mtp.") for name in found["unexpected_keys"])
 
 
-def test_the_text_part_of_an_export_is_what_trained(tmp_path):
+@pytest.mark.parametrize(("kind", "packing"), [("qwen3_5_moe", False), ("qwen3_5", True)])
+def test_the_text_part_of_an_export_is_what_trained(kind, packing, tmp_path):
     """The same steps on a folder of the text part alone give the same weights."""
-    folder = tiny_composite.make_composite(str(tmp_path / "in"), "qwen3_5_moe", tied=True)
+    folder = tiny_composite.make_composite(str(tmp_path / "in"), kind, tied=True)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "text")
     text = json.loads((tmp_path / "in" / "config.json").read_text())["text_config"]
     (tmp_path / "text" / "config.json").write_text(json.dumps(text))
     for source in ("in", "text"):
-        trained(make_engine(tiny.role(str(tmp_path / source), packing=False))).export_hf(
+        trained(make_engine(tiny.role(str(tmp_path / source), packing=packing))).export_hf(
             str(tmp_path / f"{source}-out")
         )
     ours, right = (

@@ -34,6 +34,7 @@ ROWS = [
         Row("deepseek_v3", "dp2", tokens=64, lora="all", why="a router whose bias is no parameter"),
         Row("gpt2", "dp2", tokens=64, lora="all", why="no table, and weights held [inputs, outputs]"),
         Row("llama tied", "dp2", tokens=64, lora="all"),
+        Row("qwen3_5", tokens=64, lora="all"),
     )
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -154,11 +155,13 @@ def make_model(
     vocab: int = VOCAB,
     seed: int = 0,
     head: str = "lm",
+    long_memory: bool = False,
     **overrides: Any,
 ) -> str:
     """Saves a random fp32 model of `family` in `folder` and returns it. overrides: fields of its config.
 
-    head: "value" gives it a linear head of one output, `score.weight`, in place of the output layer.
+    head: "value" gives it a linear head of one output, `score.weight`, in place of the output layer. long_memory: gated
+    delta nets keep a part of their state over 64 tokens; random ones keep none.
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
@@ -172,6 +175,8 @@ def make_model(
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or name.endswith("bias"):
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            if long_memory and name.endswith("dt_bias"):
+                parameter -= 8.0
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
@@ -204,10 +209,16 @@ def make_adapter(folder: str, model: str, lora: LoraConfig, *, head: str = "lm",
     return folder
 
 
-def uneven_batch(seed: int = 0, *, sequences: int = 9, longest: int = 24, vocab: int = VOCAB) -> Batch:
-    """A global mini-batch of sequences of 2 to `longest` tokens with holes in their masks, one trained on nowhere."""
+def uneven_batch(
+    seed: int = 0, *, sequences: int = 9, longest: int = 24, vocab: int = VOCAB, lengths: Sequence[int] = ()
+) -> Batch:
+    """A global mini-batch of sequences of 2 to `longest` tokens with holes in their masks, the third trained on nowhere.
+    lengths: of the batch's sequences, which have a token less than what they were made of."""
     rng = random.Random(seed)
-    sizes = [longest, 2] + [rng.randint(3, longest) for _ in range(sequences - 2)]
+    if lengths:
+        sizes = [length + 1 for length in lengths]
+    else:
+        sizes = [longest, 2] + [rng.randint(3, longest) for _ in range(sequences - 2)]
     rows = [[rng.randrange(3, vocab) for _ in range(size)] for size in sizes]
     masks = [[float(rng.random() < 0.7) for _ in row] for row in rows]
     masks[0][-1] = 1.0

@@ -1,6 +1,7 @@
 """HF config -> fields of TransformerConfig: every family in both spellings, and every refusal with the field's name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -232,9 +233,16 @@ def test_what_is_off_or_private_or_neutral_is_no_reason_to_refuse(read):
     assert fields_of(hf)["num_layers"] == 4
 
 
+DELTA_NETS = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
 LAYOUTS = {
     "heads": ({}, {"tp": 3}, "engine.parallel.tp: value 3 does not divide the model's 4 attention heads; use one of 1, 2"),
     "groups": ({"num_attention_heads": 6, "hidden_size": 48}, {"tp": 3}, "2 key-value heads do not divide"),
+    "delta heads": (DELTA_NETS, {"tp": 4}, "engine.parallel.tp: value 4 does not divide the model's 2 key heads of linear attention"),
+    "delta heads, cp": (DELTA_NETS, {"cp": 4}, "engine.parallel.cp: value 4 does not divide the model's 2 key heads of linear attention"),
+    "delta heads, both": (DELTA_NETS, {"tp": 2, "cp": 2}, "cp: value 2 does not divide the model's 1 key heads of linear attention on each of tp 2"),
     "ffn": ({"intermediate_size": 50}, {"tp": 4}, "engine.parallel.tp: value 4 does not divide the model's 50 feed-forward channels"),
     "stages": ({}, {"pp": 8}, "engine.parallel: pp*vpp (8*1 = 8) is more than the model's 4 layers"),
     "chunks": ({}, {"pp": 2, "vpp": 4}, "engine.parallel: pp*vpp (2*4 = 8) is more than the model's 4 layers"),
@@ -252,7 +260,7 @@ LAYOUTS = {
 def test_layouts_that_do_not_fit_the_model_are_refused_by_key(read, name):
     fields, degrees, message = LAYOUTS[name]
     fields, degrees = {"model_type": "llama", **fields}, dict(degrees)
-    world = degrees.pop("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1)
+    world = degrees.pop("dp", 1) * math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
     with pytest.raises(ConfigError) as error:
         transformer_config(read(**fields), ParallelDims(world_size=world, **degrees), dtype=torch.float32)
     assert message in str(error.value)

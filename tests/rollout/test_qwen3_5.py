@@ -39,7 +39,9 @@ HEADS = {
     "rope_parameters": tiny_composite.MROPE | {"mrope_section": [6, 5, 5]},
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-LINEAR = ("q_proj", "o_proj", "in_proj_qkv", "out_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = (
+    "q_proj", "o_proj", "in_proj_qkv", "in_proj_a", "in_proj_b", "out_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
 REFUSED = "in_proj_z"
 """vLLM 0.32.0 has it in one matrix with in_proj_qkv, and takes no adapter of it alone."""
 

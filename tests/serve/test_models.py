@@ -126,10 +126,17 @@ def _sampling_without_memory(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "rank"), slow_but([("megatron", 4)], [("megatron", 4), ("megatron", None), ("fsdp", None)])
-)
-def test_samples_that_take_turns_are_those_drawn_alone(folder, backend, rank):
-    processes, role = world_and_role(backend, folder, size=1)
+    ("backend", "rank", "family"),
+    slow_but(
+        [("megatron", 4, "qwen3")],
+        [
+            ("megatron", 4, "qwen3"), ("megatron", None, "qwen3"), ("fsdp", None, "qwen3"), ("megatron", 4, "qwen3_5"),
+            ("fsdp", None, "qwen3_5"),
+        ],
+    ),
+)  # fmt: skip
+def test_samples_that_take_turns_are_those_drawn_alone(tmp_path, backend, rank, family):
+    processes, role = world_and_role(backend, tiny.make_model(str(tmp_path), family), size=1)
     if rank is not None:
         role = dataclasses.replace(role, model=dataclasses.replace(role.model, lora=LoraConfig(rank=2 * rank)))
     run_case(processes, f"{__name__}:turns", config=role, kind=ops.ModelKind(rank))
