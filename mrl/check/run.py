@@ -37,7 +37,6 @@ from mrl.engine.registry import checks_of
 from mrl.errors import ConfigError, DataError, ModelError, UserError
 from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
-from mrl.weights.hf_config import normalize
 from mrl.weights.hub import model_folder
 from mrl.weights.json_file import read_json
 
@@ -286,7 +285,7 @@ class Session:
             sequences = Sequences(2, "--tokens", packed=subject.config.packing, generated=False)
             try:
                 checks.check_config(subject.config.model, on_layout)
-                checks.check_model(on_layout, layout.dims, normalize(raw), sequences)
+                checks.check_model(on_layout, layout.dims, raw, sequences)
             except (ConfigError, ModelError) as error:
                 return error
             return None

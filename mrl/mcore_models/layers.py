@@ -250,6 +250,9 @@ class GatedSelfAttention(RotarySelfAttention):
     """
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        if (copies := gate.numel() // x.numel()) > 1:
+            # tp ranks share a key head; 0.16.1 takes this rank's query heads and leaves the gate whole (attention.py)
+            gate = gate.chunk(copies, dim=2)[self.pg_collection.tp.rank() % copies]
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
