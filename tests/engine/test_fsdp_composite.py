@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from mrl.config.schema import LoraConfig
 from mrl.errors import ModelError
+from mrl.kernels import delta_rule
 from tests.convert.test_composite import PACKED as QUANTISED
 from tests.convert.test_composite import STRAYS
 from tests.engine import tiny, tiny_composite
@@ -152,3 +153,9 @@ def test_what_is_of_no_part_is_refused(name, dtype, why, tmp_path):
     with_more(folder, {name: torch.zeros(3, dtype=dtype)})
     with pytest.raises(ModelError, match=why):
         make_engine(tiny.role(folder, packing=False))
+
+
+def test_on_a_gpu_a_whole_folder_has_the_rule_of_its_text_part(tmp_path):
+    engine = make_engine(tiny.role(tiny_composite.make_composite(str(tmp_path), "qwen3_5")))
+    engine._device = torch.device("cuda")
+    assert delta_rule.NAME in engine.chosen and any("gated delta" in note for note in engine.notes)

@@ -7,10 +7,14 @@ import pathlib
 import shutil
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from tests.convert.test_composite import make
 from tests.engine.harness import run_case
+from tests.inference.cases import mrl
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.test_sft import CASE, train
@@ -113,3 +117,23 @@ def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
     assert (
         line.startswith("actor, critic, reference: engine.recompute: selective computes ") and "layer_spec" not in said
     )
+
+
+@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
+def test_a_folder_of_text_and_more_trains_and_can_be_checked_and_planned(inputs, tmp_path, backend):
+    """Its config.json is read from the file by each of them, and its text part once."""
+    model, file = tmp_path / "model", tmp_path / "run.yaml"
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    make(model, "qwen3_5", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(model)
+    config = tiny_runs.make_config(
+        inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend}, train={"steps": 1},
+        optimizer={"warmup_steps": 0},
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    assert (
+        load_file(tmp_path / "run" / "hf" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+    )
+    file.write_text(yaml.safe_dump(config))
+    assert "the same: 1 row" in mrl("check", file, "--layouts", "dp1").out
+    assert mrl("plan", file, "-n", 1, "--gpu", "h100").code == 0
