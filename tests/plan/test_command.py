@@ -21,6 +21,7 @@ from mrl.launch.planning import verdict
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.plan.gpus import gpu_of
 from tests.cuda import models
+from tests.engine.tiny_composite import make_composite
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -38,6 +39,7 @@ def folder(tmp_path_factory):
     models.write("deepseek-ai/DeepSeek-V3", path / "671b")
     models.write("Qwen/Qwen3-8B", path / "tiny", 2, **TINY)
     models.write("openai/gpt-oss-20b", path / "sinks", 2, **TINY, **models.fewer_experts("openai/gpt-oss-20b", 4))
+    make_composite(str(path / "whole"), "qwen3_5")
     models.write("Qwen/Qwen3-30B-A3B", path / "experts", 2, **TINY, **EXPERTS)
     text = "output_dir: run\nmodel: {path: 8b}\ndata: {train: none.jsonl, max_length: 4096}\n"
     (path / "sft.yaml").write_text(text + "train: {steps: 10, global_batch_size: 256}\nengine: {parallel: {tp: 2}}\n")
@@ -95,6 +97,14 @@ def test_the_layer_spec_is_that_of_the_planned_gpu(plan):
             plan("sft.yaml", "model.path=sinks", "engine.parallel={}", "-n", "1", "--gpu", gpu, "--json").stdout
         )
         assert told["roles"]["model"]["layer_spec"] == spec, gpu
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_folder_of_text_and_more_is_planned_by_its_text_part(plan, backend):
+    words = ["actor.model.path=whole", f"actor.engine={{backend: {backend}}}", "algorithm.name=grpo", "-n", "1"]
+    for sampler in ("native", "vllm"):
+        done = plan("grpo.yaml", *words, f"rollout.backend={sampler}", "--gpu", "h100-80gb")
+        assert "a step: about" in done.stdout, done
 
 
 @pytest.mark.parametrize(
