@@ -438,4 +438,4 @@ def micro_batch_of(subject: Subject, rows: Rows, layouts: Sequence[Layout]) -> M
         return MicroBatchConfig(size=group * max(1, min(own.size // group, count // (2 * replicas))))
     half = -(-rows.batch.num_tokens // 4)
     longest = int(rows.batch.lengths.view(-1, group).sum(-1).max())
-    return MicroBatchConfig(tokens=max(longest, min(own.tokens or half, half)))
+    return MicroBatchConfig(tokens=max(longest, min(own.token_limit or half, half)))

@@ -130,7 +130,7 @@ def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | 
     longest sequence."""
     if micro_batch.size is not None:
         return None
-    return micro_batch.tokens or max(4096, max_length)
+    return micro_batch.token_limit or max(4096, max_length)
 
 
 def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:
@@ -220,7 +220,7 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
             f"is given together with {key}.size {micro_batch.size}",
             "keep one of them",
         )
-    if micro_batch.tokens is not None and micro_batch.tokens < max_length:
+    if micro_batch.token_limit is not None and micro_batch.token_limit < max_length:
         raise ConfigError(
             f"{key}.tokens",
             micro_batch.tokens,

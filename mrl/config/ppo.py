@@ -123,6 +123,9 @@ class ServerConfig:
     )
 
 
+DEFAULT_CACHE = 65536
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     backend: Literal["native", "vllm", "sglang", "recorded"] = key(
@@ -142,10 +145,11 @@ class RolloutConfig:
     )
     stop: tuple[str, ...] = key((), "texts that end a completion, next to the model's own end tokens")
     stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, next to the model's own", minimum=0)
-    cache_tokens: int = key(
-        65536,
+    cache_tokens: int | Literal["auto"] = key(
+        DEFAULT_CACHE,
         "for backend native: tokens in the KV cache of a replica of the model, at least one longest sequence. "
-        "Conversations between turns may take half of it",
+        "Conversations between turns may take half of it. auto: 65536, but on GPUs what all sequences of a step need, "
+        "or the most that `mrl plan` says fits (docs/plan.md)",
         minimum=1,
         may_change=True,
     )
@@ -188,6 +192,11 @@ class RolloutConfig:
         60.0, "longest wait for one reset or step of an environment", above=0, maximum=MAX_SECONDS, may_change=True
     )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
+
+    @property
+    def cache_limit(self) -> int:
+        """`cache_tokens`, but the default for auto."""
+        return DEFAULT_CACHE if self.cache_tokens == "auto" else self.cache_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

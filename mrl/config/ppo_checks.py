@@ -208,7 +208,7 @@ def check_rollout(config: SamplingRunConfig) -> None:
     rollout = config.rollout
     if "" in rollout.stop:
         raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")
-    if rollout.backend == "native" and rollout.cache_tokens < config.max_length:
+    if rollout.backend == "native" and rollout.cache_tokens != "auto" and rollout.cache_tokens < config.max_length:
         raise ConfigError(
             "rollout.cache_tokens",
             rollout.cache_tokens,

@@ -129,13 +129,19 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    tokens: int | None = key(
+    tokens: int | Literal["auto"] | None = key(
         None,
         "most tokens of a micro-batch on one replica, padding included, before cp splits them. Excludes `size`. null: "
-        "4096, or the longest sequence that the config allows",
+        "4096, or the longest sequence that the config allows. auto: as null, but on GPUs the most that `mrl plan` "
+        "says fits, up to 32768 (docs/plan.md)",
         minimum=1,
     )
     size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
+
+    @property
+    def token_limit(self) -> int | None:
+        """`tokens`, but None for auto."""
+        return None if self.tokens == "auto" else self.tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,4 +50,6 @@ def processes(dims: ParallelDims) -> str:
 def micro_batch(engine: EngineConfig, max_length: int) -> str:
     """Returns what a micro-batch holds, in words."""
     tokens = micro_batch_tokens(engine.micro_batch, max_length)
+    if engine.micro_batch.tokens == "auto":
+        return f"auto: up to {tokens} tokens on CPUs"
     return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"

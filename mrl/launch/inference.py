@@ -29,7 +29,7 @@ from mrl.config.inference import (
     refuse_row_keys,
 )
 from mrl.config.load import apply_override
-from mrl.config.ppo import RolloutConfig
+from mrl.config.ppo import DEFAULT_CACHE
 from mrl.config.ppo_checks import check_inside
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, UserError
@@ -322,10 +322,11 @@ def prepared(
             data["max_prompt_length"] = limit - new
         place = dataclasses.replace(place, limit=limit, limited_by=words)
     config = build_section(root, plain, "", root)
-    if use != "sample" and config.rollout.backend == "native" and "cache_tokens" not in rollout:
+    auto = rollout.get("cache_tokens") == "auto"
+    if config.rollout.backend == "native" and (auto or (use != "sample" and "cache_tokens" not in rollout)):
         # Of a chat half keeps the conversation between its turns. Neither half is larger than the conversation has
         # grown, and scores have no cache.
-        room = max(config.rollout.cache_tokens, 2 * config.max_length)
+        room = max(config.rollout.cache_limit, config.max_length * (1 if use == "sample" else 2))
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, cache_tokens=room))
     check_inference(config)
     return config, place
@@ -337,14 +338,14 @@ def _longest_sequence(
     """Returns the tokens of the longest sequence, and what has so few, in words: whatever bounds it most."""
     bounds = [(positions, words)]
     given = rollout.get("cache_tokens")
-    room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
+    room = given if type(given) is int and given > 0 else DEFAULT_CACHE
     if rollout.get("backend", "native") != "native":
         bounds.append(
             (MAX_POSITIONS, f"the {MAX_POSITIONS} tokens that a sequence has where data.max_prompt_length is not set")
         )
     elif use == "sample":
         bounds.append((room, f"the {room} tokens of rollout.cache_tokens"))
-    elif given is not None:
+    elif given not in (None, "auto"):
         half = max(1, room // 2)
         bounds.append((half, f"the {half} tokens that a conversation has of rollout.cache_tokens {room}"))
     if other is not None and other.limit is not None:

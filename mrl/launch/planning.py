@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from mrl.config.command import Config, Part, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
-from mrl.launch import preflight
+from mrl.launch import automatic, preflight
 from mrl.parallel import ParallelDims
 from mrl.trainers.waits import announce, write_error_line
 
@@ -28,6 +29,9 @@ if typing.TYPE_CHECKING:
 
 
 _Result = typing.TypeVar("_Result")
+
+GPU_VARIABLE = "MRL_PLAN_GPU"
+"""A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
 
 
 def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list[str]]:
@@ -46,10 +50,11 @@ def _plans_here() -> bool:
     return devices is not None and devices.device() == devices.META
 
 
-def _in_own_process(function: Callable[..., _Result], *given: Any) -> _Result:
+def _in_own_process(function: Callable[..., _Result], *given: Any, hides_gpus: bool = True) -> _Result:
     """Calls a function that plans. Its process makes no models for anything else, and believes in no GPU; this one
     stays as it is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_hide_gpus) as pool:
+    initializer = _hide_gpus if hides_gpus else None
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=initializer) as pool:
         return pool.submit(function, *given).result()
 
 
@@ -69,9 +74,12 @@ def _planned(
     reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
     command = command_of_yaml(read_yaml(path))
     known: KnownChunks = {}
+    notes: list[str] = []
 
     def plan_of(more: Sequence[str] = ()) -> Plan:
         config = load_config(path, [*overrides, *more], command.root)
+        if not suggest:
+            config, notes[:] = _resolved(command, config, world_size, card, reserved_gib=reserved)
         parts, layouts = read_parts(command, config, world_size)
         with preflight.quiet():
             return planner.plan(
@@ -87,8 +95,9 @@ def _planned(
             config = load_config(path, overrides, command.root)
             return _suggest(command, config, plan_of, world_size, card, reserved, as_json, watch.detail)
         made = plan_of()
-    lines = [json.dumps(planner.as_json(made), indent=1)] if as_json else show.lines(made)
-    return made.fits, list(lines)
+    told = planner.as_json(made)
+    told["notes"] += notes
+    return made.fits, [json.dumps(told, indent=1)] if as_json else [*show.lines(made), *notes]
 
 
 def _suggest(
@@ -138,6 +147,49 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
     return parts
 
 
+def resolve_auto(
+    command: TrainingCommand, config: Config, world_size: int, gpus: Callable[[], Sequence[GPU]]
+) -> tuple[Any, list[str]]:
+    """Returns the config with a number for each `auto`, and lines for the user.
+
+    gpus: returns those of this machine, in a process of its own. This one does not begin to use them.
+    """
+    from mrl.plan.gpus import gpu_of
+
+    cards: Sequence[GPU] = ()
+    if GPU_VARIABLE in os.environ:
+        cards = [gpu_of(os.environ[GPU_VARIABLE], GPU_VARIABLE)]
+    elif "cpu" not in preflight.devices(command, config):
+        cards = _in_own_process(gpus, hides_gpus=False)
+    if not cards:
+        return automatic.with_defaults(command, config, "no GPU is used")
+    card = min(cards, key=lambda gpu: gpu.memory)
+    sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / len(cards))  # ranks that torchrun puts on a GPU
+    card = dataclasses.replace(card, memory=card.memory // sharing)
+    try:
+        return _in_own_process(_resolved, command, config, world_size, card)
+    except BrokenProcessPool:
+        return automatic.with_defaults(command, config, "the process that planned ended early")
+
+
+def _resolved(
+    command: TrainingCommand, config: Config, world_size: int, card: GPU, **options: float
+) -> tuple[Any, list[str]]:
+    """Does the work of `resolve_auto` for a GPU. From now on this process plans. options: of `planner.plan`."""
+    from mrl.plan import planner
+
+    known: KnownChunks = {}
+    less = dataclasses.replace(card, memory=int(card.memory * (1 - automatic.MARGIN)))
+
+    def plan(tried: Config) -> Plan:
+        parts, layouts = read_parts(command, tried, world_size)
+        return planner.plan(command, tried, parts, layouts, less, known=known, **options)
+
+    with preflight.quiet():
+        planner.prepare()
+        return automatic.with_planned(command, config, plan)
+
+
 def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
     """Returns whether a run fits its GPUs, and a line for the user. None means that it is not known.
 
@@ -158,9 +210,10 @@ def planned_verdict(
             from mrl.plan import planner, show
 
             planner.prepare()
+            config, lines = _resolved(command, config, world_size, card)
             parts, layouts = read_parts(command, config, world_size)
             made = planner.plan(command, config, parts, layouts, card)
-        return made.known_to_fit, show.verdict(made)
+        return made.known_to_fit, "; ".join([show.verdict(made), *lines])
     except UserError as error:
         return None, f"not planned: {error}"
     except Exception as error:

@@ -307,7 +307,7 @@ class OpenRows:
         role = self.command.engine_config(self.config, part)
         limit, lengths = role.engine.micro_batch, batch.lengths.tolist()
         made = plan_micro_batches(
-            lengths, group=batch.group, size=limit.size, tokens=limit.tokens, packed=role.packing
+            lengths, group=batch.group, size=limit.size, tokens=limit.token_limit, packed=role.packing
         )  # fmt: skip
         sums = [sum(lengths[i] for i in one) for one in made]
         most = [len(one) * max(lengths[i] for i in one) for one in made]

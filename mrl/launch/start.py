@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.load import load_config
+from mrl.config.keys import value_at
+from mrl.config.load import load_config, to_dict
 from mrl.errors import ConfigError
-from mrl.launch import gpu_variables, preflight, showing
+from mrl.launch import automatic, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.trainers.waits import announce
+
+if TYPE_CHECKING:
+    from mrl.parallel import ParallelDims
+    from mrl.plan.gpus import GPU
+    from mrl.trainers.used_folder import ResumePoint
+
+C = TypeVar("C", bound=Config)
 
 LOADING = "loading PyTorch and what goes with it"
 
@@ -36,6 +45,8 @@ def start(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
     saved = preflight.check_used(command, config)
+    auto = automatic.auto_keys(config)
+    config, kept = automatic.with_saved(config)
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
             print(saved, flush=True)
@@ -50,17 +61,7 @@ def start(
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
-        preflight.check_code(command, config)
-        notes = showing.notes(command, config)
-        for line in describe(command, config, parts, layouts):
-            print(line, flush=True)
-        for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
-            print(f"# {line}", flush=True)
-        for note in notes:
-            print(f"# data: {note}", flush=True)
-        memory = _memory(command, config, world_size)
-        if memory is not None:
-            print(f"# memory: {memory}", flush=True)
+        _show(command, config, parts, layouts, world_size, saved)
         return None
     for note in command.rate_notes(config) if shows else ():
         print(note, flush=True)
@@ -72,6 +73,11 @@ def start(
         )
     if joined is not None:
         join(joined)
+    with announce("planning what fits", shows=shows and bool(auto)):
+        config, lines, _store = _resolved(command, config, auto, world_size, joined)
+    for line in (*kept, *lines) if shows else ():
+        print(line, flush=True)
+    if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             with announce(LOADING, shows=shows):
                 run = trainer_of(command)
@@ -80,12 +86,59 @@ def start(
     return _start_processes(command, config, command_line, world_size, shows)
 
 
+def _show(
+    command: TrainingCommand, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims], world_size: int,
+    saved: ResumePoint | None,
+) -> None:  # fmt: skip
+    """Prints what a dry run says. saved: where the run would resume."""
+    preflight.check_code(command, config)
+    notes = showing.notes(command, config)
+    for line in describe(command, config, parts, layouts):
+        print(line, flush=True)
+    for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
+        print(f"# {line}", flush=True)
+    for note in notes:
+        print(f"# data: {note}", flush=True)
+    memory = _memory(command, config, world_size)
+    if memory is not None:
+        print(f"# memory: {memory}", flush=True)
+
+
+def _resolved(
+    command: TrainingCommand, config: C, auto: Sequence[str], world_size: int, joined: JoinedWorld | None
+) -> tuple[C, list[str], Any]:
+    """Returns the config with a number for each `auto`, lines about them, and a store to keep until the run ends.
+
+    Rank 0 of another launcher chooses, and the others take its numbers: their GPUs or their view of config.yaml may
+    differ. auto: the keys that were `auto` on all ranks, with or without saved numbers.
+    """
+    from mrl.launch import planning
+
+    lines: list[str] = []
+    is_first = joined is None or joined.rank == 0
+    if is_first and automatic.auto_keys(config):
+        config, lines = planning.resolve_auto(command, config, world_size, _gpus)
+    if joined is None or not auto:
+        return config, lines, None
+    import torch.distributed as dist
+
+    from mrl.engine.collective import JOIN_TIMEOUT
+
+    store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
+    if is_first:
+        store.set("auto", json.dumps({key: value_at(to_dict(config), key) for key in auto}))
+    return automatic.replaced(config, json.loads(store.get("auto"))), lines, store
+
+
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
     """Returns what the run needs and this machine lacks; that of engine.layer_spec is said with the choice."""
     lines = []
     on_gpu = [part.key("engine.device") for part in parts if part.engine.device == "cuda"]
     if on_gpu and not _gpus():
         lines.append(f"{', '.join(on_gpu)}: cuda (as configured; torch sees no GPU, and a run needs one)")
+    auto = automatic.auto_keys(config)
+    if auto and (any(part.engine.device == "cpu" for part in parts) or not _gpus()):
+        lines += [f"{key}: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" for key in auto]
     rollout = getattr(config, "rollout", None)
     inside = rollout is not None and rollout.backend == "vllm" and not rollout.server.urls
     if inside and importlib.util.find_spec("vllm") is None:
@@ -99,19 +152,19 @@ def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | 
     if not gpus:
         return None
     from mrl.launch import planning
+
+    return planning.verdict(command, config, world_size, gpus[0])[1]
+
+
+def _gpus() -> list[GPU]:
+    """Returns the GPUs that this process sees."""
+    import torch
+
     from mrl.plan.gpus import gpu_here
     from mrl.trainers.throughput import peak_of
 
-    name, memory, capability = gpus[0]
-    return planning.verdict(command, config, world_size, gpu_here(name, memory, peak_of(name), capability))[1]
-
-
-def _gpus() -> list[tuple[str, int, tuple[int, int]]]:
-    """Returns name, bytes of memory and compute capability of this machine's GPUs."""
-    import torch
-
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [(one.name, one.total_memory, (one.major, one.minor)) for one in gpus]
+    return [gpu_here(one.name, one.total_memory, peak_of(one.name), (one.major, one.minor)) for one in gpus]
 
 
 def join(joined: JoinedWorld) -> None:

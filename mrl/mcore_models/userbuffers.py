@@ -73,8 +73,9 @@ def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
     """
     if not is_enabled(engine.megatron):
         return None
-    assert engine.micro_batch.tokens is not None, "check_config asks for it"
-    return -(-engine.micro_batch.tokens // token_multiple(dims)) * token_multiple(dims)
+    tokens = engine.micro_batch.token_limit
+    assert tokens is not None, "check_config asks for it"
+    return -(-tokens // token_multiple(dims)) * token_multiple(dims)
 
 
 def _refuse(why: str, fix: str) -> NoReturn:
@@ -102,9 +103,9 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
     """Raises ConfigError if micro-batches have no one size, or if layers without a buffer train."""
     if not is_enabled(engine.megatron):
         return
-    if engine.micro_batch.tokens is None:
+    if engine.micro_batch.token_limit is None:
         why = "needs micro-batches of one size, to which each is padded"
-        _refuse(why, "set engine.micro_batch.tokens, and no engine.micro_batch.size")
+        _refuse(why, "set engine.micro_batch.tokens to a number, and no engine.micro_batch.size")
     if model.lora is not None:
         # transformer-engine's backward pass leaves the gradient of a layer's input unsummed where the weight has none
         _refuse("is not for adapters: transformer-engine's backward pass needs weights that train", "leave it out")
@@ -134,7 +135,7 @@ def check_model(
     if fields["hidden_size"] % COLUMNS:
         _refuse(f"takes hidden sizes that are multiples of {COLUMNS}, and {fields['hidden_size']} is none",
                 "leave it out")  # fmt: skip
-    tokens, places = engine.micro_batch.tokens, places_of(engine, dims)
+    tokens, places = engine.micro_batch.token_limit, places_of(engine, dims)
     wanted = BufferShape.of(engine, fields["hidden_size"], dims)
     assert tokens is not None and places is not None and wanted is not None
     if wanted.largest > MAX_ELEMENTS:

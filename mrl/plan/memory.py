@@ -47,7 +47,7 @@ def micro_batches(config: RoleConfig, dims: ParallelDims, sequences: int, longes
     if places is not None:
         each = max(1, places // dims.places_of(longest))
     else:
-        each = limit.size if limit.size is not None else max(1, (limit.tokens or longest) // longest)
+        each = limit.size if limit.size is not None else max(1, (limit.token_limit or longest) // longest)
     mine = max(1, math.ceil(sequences / dims.dp))
     multiple = dims.pp if dims.vpp > 1 else 1
     count = math.ceil(math.ceil(mine / each) / multiple) * multiple

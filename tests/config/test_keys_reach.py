@@ -170,8 +170,8 @@ ENGINE = [
     Row("engine.fsdp.defer_sync", looks.gathered, [(DEFAULT, 0), (True, 2)], on=FSDP, world=2),
     Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP),
     Row(
-        "engine.micro_batch.tokens", looks.lengths, [(DEFAULT, [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)],
-        EVEN,
+        "engine.micro_batch.tokens", looks.lengths,
+        [(DEFAULT, [[16] * 4]), ("auto", [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)], EVEN,
     ),
     *on_two_ranks(
         Row(

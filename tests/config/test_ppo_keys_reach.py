@@ -141,7 +141,7 @@ ROLLOUT = [
     ),
     moves("rollout.stop", list("0123456789"), sampled("response_length")),
     moves("rollout.stop_tokens", list(range(6, 16)), sampled("response_length")),
-    Row("rollout.cache_tokens", lambda run: noted("limits")(run)["cache_tokens"], [(DEFAULT, 65536), (99, 99)]),
+    Row("rollout.cache_tokens", lambda run: noted("limits")(run)["cache_tokens"], [(DEFAULT, 65536), ("auto", 65536), (99, 99)]),
     Row("rollout.prefill_tokens", lambda run: noted("limits")(run)["prefill_tokens"], [(DEFAULT, 4096), (9, 9)]),
     Row(
         "rollout.cuda_graphs", lambda run: noted("limits")(run).get("cuda_graphs"), [(DEFAULT, None), (True, True)],

@@ -152,7 +152,7 @@ def verdict_where_the_planner_fails() -> tuple[bool | None, str]:
     from mrl.launch.planning import planned_verdict
     from mrl.plan.gpus import gpu_of
 
-    return planned_verdict(record("sft"), None, 8, gpu_of("h200"))  # no config: an AttributeError
+    return planned_verdict(record("sft"), None, 8, gpu_of("h200"))  # no config: a TypeError
 
 
 def of_one_size(case: Case) -> list[tuple[int, list[int]]]:

@@ -187,7 +187,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         """Returns the sequences of each micro-batch; the same number of micro-batches on every rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
         longest = max(lengths_of_groups(batch.lengths.tolist(), batch.group, packed=self.config.packing), default=0)
-        tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
+        tokens = None if micro.size is not None else token_budget(micro.token_limit, longest, trains=trains)
         return plan_micro_batches(
             batch.lengths.tolist(),
             group=batch.group,

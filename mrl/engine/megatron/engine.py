@@ -223,7 +223,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
         lengths = batch.lengths.tolist()
         longest = max(lengths_of_groups(lengths, batch.group, packed=self.config.packing), default=0)
-        tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
+        tokens = None if micro.size is not None else token_budget(micro.token_limit, longest, trains=trains)
         if self.setup.places is not None:  # userbuffers have a fixed size, in training and without
             lengths, tokens = [self.model.dims.places_of(n) for n in lengths], self.setup.places
 

@@ -67,10 +67,10 @@ def make_sampler(
     """
     if rollout.backend == "native" and not rollout.ranks:
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
-        kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - max_length)
+        kept_tokens = min(rollout.cache_limit // 2, rollout.cache_limit - max_length)
 
         def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
-            limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
+            limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit - (kept_tokens if kept else 0)}
             limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": progress}
             if rollout.cuda_graphs:  # an option of the Megatron engine alone
                 limits["cuda_graphs"] = True

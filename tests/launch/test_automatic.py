@@ -1,0 +1,167 @@
+"""`auto` in real runs on CPUs: chosen once for a GPU that MRL_PLAN_GPU names, kept by a resume, the same on all ranks.
+
+The numbers themselves are those of tests/plan/test_automatic.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+
+import pytest
+import yaml
+
+from mrl.commands.ppo import PPO
+from mrl.commands.sft import SFT
+from mrl.config.load import load_config, read_yaml
+from mrl.launch import automatic, gpu_variables, planning, start
+from tests.config.test_load import merged
+from tests.forks import forks
+from tests.tiers import in_tiers
+from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
+from tests.trainers.tiny_runs import REPO
+
+SMALL = "GB=4.774"  # 0.9 of it, less 4 GiB, are 1.6 MiB: some sequences of an update fit, and sampling does not
+ROLES = ("critic", "reference", "reward")
+LONGEST = 40
+
+
+def run(words: list[str], folder: pathlib.Path, **variables: str) -> str:
+    """Runs `mrl`. Returns what it printed."""
+    log = folder / "log"
+    log.write_text("")
+    code = forks().start(folder, log, os.environ | {"PYTHONPATH": str(REPO)} | variables, words).wait(300)
+    assert code == 0, log.read_text()
+    return log.read_text()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_policies.make_inputs(folder)
+    return folder
+
+
+def auto_engine(backend: str) -> dict:
+    return {"backend": backend, "device": "cpu", "micro_batch": {"tokens": "auto"}}
+
+
+def ppo(inputs: pathlib.Path, folder: pathlib.Path, backend: str, sections: str) -> pathlib.Path:
+    """Writes a config of all roles, whose engine is the actor's or its own."""
+    config = tiny_policies.make_config(
+        inputs, folder / "run", "ppo", reward={"model": {"path": str(inputs / "scorer")}}, rollout={"cache_tokens": "auto"},
+        algorithm={"kl_in": "loss", "kl_coef": 0.01},
+    )  # fmt: skip
+    config["actor"]["engine"] = auto_engine(backend)
+    if sections == "own":
+        config = merged(config, {role: {"engine": auto_engine(backend)} for role in ROLES})
+    file = folder / "ppo.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def numbers(folder: pathlib.Path, keys: list[str]) -> dict[str, int]:
+    saved = read_yaml(folder / "run" / "config.yaml")
+    return {key: automatic.value_at(saved, key) for key in keys}
+
+
+KINDS = [(backend, sections) for backend in ("megatron", "fsdp") for sections in ("inherited", "own")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sections"), in_tiers([("megatron", "inherited")], [("fsdp", "own"), ("megatron", "own")], KINDS)
+)
+def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, backend, sections):
+    file = ppo(inputs, tmp_path, backend, sections)
+    config = load_config(file, root=PPO.root)
+    keys = automatic.auto_keys(config)
+    own = ROLES if sections == "own" else ()
+    assert keys == [*(f"{role}.engine.micro_batch.tokens" for role in ("actor", *own)), "rollout.cache_tokens"]
+
+    said = run(["ppo", str(file)], tmp_path, MRL_PLAN_GPU=SMALL)
+    chosen = numbers(tmp_path, keys)
+    saved = read_yaml(tmp_path / "run" / "config.yaml")
+    assert [saved[role]["engine"] is None for role in ROLES] == [sections == "inherited"] * 3
+    fits = {key: backend == "megatron" and "micro_batch" in key for key in keys}
+    for key, number in chosen.items():
+        assert LONGEST < number < 480 if fits[key] else number == (65536 if "cache" in key else 4096), chosen
+        assert f"{key}: auto is {'' if fits[key] else 'the default, '}{number:,}, " in said
+
+    said = run(["ppo", str(file), "train.steps=4"], tmp_path, MRL_PLAN_GPU="h200")
+    assert numbers(tmp_path, keys) == chosen and "after step 2" in said
+    assert all(f"{key}: auto is {number:,}, as in " in said for key, number in chosen.items())
+    assert "changed since the checkpoint: rollout" not in said and "micro_batch" not in said.partition("resuming")[2]
+
+    elsewhere = [f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={tmp_path / 'run' / 'checkpoints'}"]
+    kept, _ = automatic.with_saved(load_config(file, elsewhere, PPO.root))
+    assert automatic.to_dict(kept)["rollout"]["cache_tokens"] == chosen["rollout.cache_tokens"]
+
+    said = run(["ppo", str(file), "train.steps=6", f"{keys[0]}=80"], tmp_path, MRL_PLAN_GPU="h200")
+    assert f"changed since the checkpoint: {keys[0]}: {chosen[keys[0]]} at the save, 80 now" in said
+    assert numbers(tmp_path, keys) == chosen | {keys[0]: 80}
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    """A config of two stages, and its folder."""
+    folder = tmp_path_factory.mktemp("sft")
+    tiny_runs.make_inputs(folder)
+    engine = auto_engine("megatron") | {"parallel": {"pp": 2}}
+    config = tiny_runs.make_config(folder, folder / "run", train={"steps": 2}) | {"engine": engine}
+    return tiny_runs.write_config(folder / "sft.yaml", config)
+
+
+def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
+    """The second would choose 32,768. Its stage would then wait for other micro-batches than the first sends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank, gpu in enumerate(("GB=4.773", "h200")):
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        environment = os.environ | place | {"PYTHONPATH": str(REPO), "MRL_PLAN_GPU": gpu}
+        ranks.append(
+            forks().start(
+                tmp_path, tmp_path / f"log{rank}", environment, ["sft", str(sft), f"output_dir={tmp_path / 'run'}"]
+            )
+        )
+    codes = [rank.wait(300) for rank in ranks]
+    said = (tmp_path / "log0").read_text()
+    assert codes == [0, 0], said + (tmp_path / "log1").read_text()
+    assert "auto is 64, the most that leaves 10% of a GPU free by mrl plan" in said
+    assert numbers(tmp_path, ["engine.micro_batch.tokens"]) == {"engine.micro_batch.tokens": 64}
+
+
+def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, tmp_path):
+    config = load_config(sft, root=SFT.root)
+    made, lines = planning.resolve_auto(SFT(), config, 2, list)
+    assert made.engine.micro_batch.tokens == 4096
+    assert lines == ["engine.micro_batch.tokens: auto is the default, 4,096, because no GPU is used"]
+    said = run(["sft", str(sft), "--dry-run"], tmp_path)
+    assert "micro_batch: {tokens: auto, size: null}" in said
+    assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
+
+
+def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monkeypatch):
+    """torch reads these variables when a process first uses a GPU."""
+    seen: dict[str, str] = {}
+
+    def choose(*_: object) -> None:
+        seen.update(os.environ)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(gpu_variables, "generation_of_gpus", lambda: 9)
+    monkeypatch.setattr(planning, "resolve_auto", choose)
+    with pytest.raises(KeyboardInterrupt):
+        words = ["engine.device=auto", "engine.parallel.pp=1", "engine.parallel.tp=2", f"output_dir={tmp_path / 'run'}"]
+        start.start(SFT(), config_path=str(sft), overrides=words, nproc=2, dry_run=False)
+    assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "PYTORCH_ALLOC_CONF" in seen
