@@ -86,7 +86,8 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
     assert [saved[role]["engine"] is None for role in ROLES] == [sections == "inherited"] * 3
     fits = {key: backend == "megatron" and "micro_batch" in key for key in keys}
     for key, number in chosen.items():
-        assert LONGEST < number < 480 if fits[key] else number == (65536 if "cache" in key else 4096), chosen
+        most = 480 if key.startswith(("actor", "critic")) else 32768  # forward passes alone take less
+        assert LONGEST < number <= most if fits[key] else number == (65536 if "cache" in key else 4096), chosen
         assert f"{key}: auto is {'' if fits[key] else 'the default, '}{number:,}, " in said
 
     said = run(["ppo", str(file), "train.steps=4"], tmp_path, MRL_PLAN_GPU="h200")
