@@ -157,14 +157,16 @@ def resolve_auto(
     from mrl.plan.gpus import gpu_of
 
     cards: Sequence[GPU] = ()
+    sharing = 1
     if GPU_VARIABLE in os.environ:
         cards = [gpu_of(os.environ[GPU_VARIABLE], GPU_VARIABLE)]
     elif "cpu" not in preflight.devices(command, config):
         cards = _in_own_process(gpus, hides_gpus=False)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        sharing = math.ceil(here / max(1, len(cards)))  # ranks that torchrun puts on a GPU
     if not cards:
         return automatic.with_defaults(command, config, "no GPU is used")
     card = min(cards, key=lambda gpu: gpu.memory)
-    sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / len(cards))  # ranks that torchrun puts on a GPU
     card = dataclasses.replace(card, memory=card.memory // sharing)
     try:
         return _in_own_process(_resolved, command, config, world_size, card)

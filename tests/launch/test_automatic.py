@@ -5,6 +5,7 @@ The numbers themselves are those of tests/plan/test_automatic.py.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -16,6 +17,7 @@ from mrl.commands.ppo import PPO
 from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.launch import automatic, gpu_variables, planning, start
+from mrl.plan.gpus import GPU, GPUS
 from tests.config.test_load import merged
 from tests.forks import forks
 from tests.tiers import in_tiers
@@ -125,6 +127,7 @@ def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
@@ -149,6 +152,19 @@ def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, t
     said = run(["sft", str(sft), "--dry-run"], tmp_path)
     assert "micro_batch: {tokens: auto, size: null}" in said
     assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
+
+
+def some_gpus() -> list[GPU]:
+    """GPUs of a machine: the smaller one has room for some sequences if two ranks share it."""
+    return [dataclasses.replace(GPUS["h200"], memory=memory) for memory in (2 * 4_773_000_000, 2**40)]
+
+
+@pytest.mark.parametrize(("here", "number"), [(2, 32768), (4, 64)])
+def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch, here, number):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    config = load_config(sft, ["engine.device=auto"], SFT.root)
+    made, _ = planning.resolve_auto(SFT(), config, 2, some_gpus)
+    assert made.engine.micro_batch.tokens == number
 
 
 def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monkeypatch):
