@@ -55,8 +55,8 @@ def test_fields_that_go_together():
 def test_configs_that_have_it():
     userbuffers.check_config(MODEL, ENGINE)
     userbuffers.check_config(dataclasses.replace(MODEL, lora=LoraConfig()), EngineConfig())
-    for micro_batch in (MicroBatchConfig(), MicroBatchConfig(size=1)):
-        says("true needs micro-batches of one size, .*; set engine.micro_batch.tokens, and no engine.micro_batch.size",
+    for micro_batch in (MicroBatchConfig(), MicroBatchConfig(size=1), MicroBatchConfig(tokens="auto")):
+        says("true needs micro-batches of one size, .*; set engine.micro_batch.tokens to a number, and no engine.micro_batch.size",
              userbuffers.check_config, MODEL, dataclasses.replace(ENGINE, micro_batch=micro_batch))  # fmt: skip
     says("true is not for adapters: .*; leave it out",
          userbuffers.check_config, dataclasses.replace(MODEL, lora=LoraConfig()), ENGINE)  # fmt: skip
