@@ -34,16 +34,17 @@ def _blocks(size: int, most: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, step: tl.tensor,
-    EPS: tl.constexpr, CENTERED: tl.constexpr, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, step: tl.tensor, inner_step: tl.tensor,
+    EPS: tl.constexpr, CENTERED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ) -> None:  # fmt: skip
     row, column = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None], tl.arange(0, B)[None, :]
     mask = (row < rows) & (column < N)
     dtype = out.dtype.element_ty
-    numbers = tl.load(x + row * step + column, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
+    numbers = tl.load(x + row // K * step + row % K * inner_step + column, mask=mask, other=0.0).to(tl.float32)
+    own = weight + column if K == 1 else weight + row % K * N + column
+    factor = tl.load(own, mask=column < N, other=0.0).to(tl.float32)
     unit = numbers * tl.rsqrt(tl.sum(numbers * numbers, 1) / N + EPS)[:, None]
-    result = unit * (1 + factor) if CENTERED else unit.to(dtype).to(tl.float32) * factor
+    result = unit * (1 + factor) if CENTERED else unit.to(weight.dtype.element_ty).to(tl.float32) * factor
     tl.store(out + row * N + column, result.to(dtype), mask=mask)
 
 
@@ -90,12 +91,15 @@ def _sum_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool, out: Tensor) -> None:
-    x, step = _rows(x)
-    rows, size = x.shape
-    blocks = _blocks(size, BLOCK)
+    size, kinds = x.shape[-1], 1 if weight.dim() == 1 else len(weight)
+    x = x.reshape(-1, kinds, size)
+    x = x if x.stride(2) == 1 else x.contiguous()
+    rows, blocks = x.shape[0] * kinds, _blocks(size, BLOCK)
     if rows:
         grid = (triton.cdiv(rows, blocks["R"]),)
-        _norm_kernel[grid](x, weight, out, rows, step, EPS=eps, CENTERED=centered, N=size, **blocks)
+        _norm_kernel[grid](
+            x, weight, out, rows, *x.stride()[:2], EPS=eps, CENTERED=centered, K=kinds, N=size, **blocks
+        )
 
 
 def rms_norm_backward(
@@ -123,16 +127,15 @@ def rms_norm_backward(
 def _turn(
     x: tl.tensor, out: tl.tensor, head_step: tl.tensor, cos: tl.tensor, sin: tl.tensor, partner: tl.tensor,
     turned: tl.tensor,
-    H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
+    ROUNDED: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
 ) -> None:  # fmt: skip
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, B)[None, :]
     mask = (head < H) & (channel < D)
-    dtype = out.dtype.element_ty
     here = tl.load(x + head * head_step + channel, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(x + head * head_step + partner, mask=mask & turned, other=0.0).to(tl.float32)
     # each product is rounded, as torch's are
-    result = (here * cos).to(dtype).to(tl.float32) + (other * sin).to(dtype).to(tl.float32)
-    tl.store(out + head * D + channel, result.to(dtype), mask=mask)
+    result = (here * cos).to(ROUNDED).to(tl.float32) + (other * sin).to(ROUNDED).to(tl.float32)
+    tl.store(out + head * D + channel, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["angles"])
@@ -150,8 +153,9 @@ def _rotary_kernel(
     # a gradient comes back through the sine of the partner, with the other sign
     sines = tl.load(sin + at + (partner if BACK else channel), mask=turned, other=0.0).to(tl.float32)
     sines = tl.where(low, sines, -sines) if BACK else tl.where(low, -sines, sines)
-    _turn(q + token * q_step, out_q + token * HQ * D, q_head, cos_here, sines, partner, turned, HQ, BQ, D, B)
-    _turn(k + token * k_step, out_k + token * HK * D, k_head, cos_here, sines, partner, turned, HK, BK, D, B)
+    rounded = cos.dtype.element_ty
+    _turn(q + token * q_step, out_q + token * HQ * D, q_head, cos_here, sines, partner, turned, rounded, HQ, BQ, D, B)
+    _turn(k + token * k_step, out_k + token * HK * D, k_head, cos_here, sines, partner, turned, rounded, HK, BK, D, B)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, out_q: Tensor, out_k: Tensor) -> None:

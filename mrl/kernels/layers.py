@@ -77,6 +77,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> T
     return RMSNormFunction.apply(x, weight, eps, centered)
 
 
+def rms_norm_without_gradient(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns `rms_norm` of x [.., N], or of x [.., K, N] with weight [K, N], a row for each of the K.
+
+    x / rms(x) is rounded to the weight's dtype, so with a weight in fp32 the product alone is rounded.
+    """
+    return _rms_norm(x, weight, eps, False)
+
+
 # -- rotary embedding --------------------------------------------------------------------------------------------------
 
 _rotary = operators.operator(
@@ -101,7 +109,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """Turns the first R channels of each head, halves apart: x cos + [-b, a] sin for x = [a, b].
 
     q, k: [.., T, H, D] each, with their own numbers of heads. cos, sin: [.., T, R], for all or for each of the rows
-    before T.
+    before T. Products are rounded to their dtype, so in fp32 the sum alone is rounded.
     """
     return RotaryFunction.apply(q, k, cos.contiguous(), sin.contiguous())
 

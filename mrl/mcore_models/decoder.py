@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.kernels import layers as kernels
+from mrl.kernels import operators
 from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.delta_net import GatedDeltaNet
@@ -89,8 +91,11 @@ class Decoder:
         self.parallel = self.group.size() > 1
         self.layers = [_Layer(layer, model.pg_collection) for layer in model.decoder.layers]
         self.final_norm = _Norm.of(model.decoder.final_layernorm) if model.post_process else None
+        config = model.config
+        latent = config.multi_latent_attention
+        self.groups = 1 if latent else config.num_query_groups // config.tensor_model_parallel_size
         # transformer-engine's kernel turns in fp32 and rounds once
-        self.rotary_dtype = torch.float32 if model.config.apply_rope_fusion else None
+        self.rotary_dtype = torch.float32 if config.apply_rope_fusion else None
 
     def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep, *, fixed: bool = False) -> Tensor:
         """Returns hidden states [T, N] of tokens [T], normed on the last stage. hidden: [T, N] from the stage before;
@@ -107,10 +112,11 @@ class Decoder:
         return x if self.final_norm is None else self.final_norm(x)
 
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = torch.outer(positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
-        angles = torch.cat([angles, angles], dim=-1)[:, None, None]
-        scale = self.model.rotary_pos_emb.scale
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        """Returns cosines and sines [T, 1, R] each; [T, G, R] for the kernel that turns heads, a row for each group."""
+        angles, rotary = positions.to(torch.float32), self.model.rotary_pos_emb
+        groups = self.groups if operators.supports(angles) else 1
+        angles = torch.outer(angles, rotary.inv_freq)[:, None].repeat(1, groups, 2)
+        return (angles.cos() * rotary.scale).to(dtype), (angles.sin() * rotary.scale).to(dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         table = self.model.embedding.word_embeddings
@@ -194,13 +200,20 @@ class _GroupedAttention:
             turned = self.head_norm(turned)
         elif self.over_heads is not None:
             turned = self._normed_over_heads(turned, *self.over_heads)
-        turns = cos_sin[0].shape[-1]  # of a head's channels, the first
-        still = turned[..., turns:]
-        turned = elementwise.rotate_halves(turned[..., :turns].to(cos_sin[0].dtype), *cos_sin, -1.0).to(x.dtype)
-        if turns < self.head:
-            turned = torch.cat([turned, still], dim=-1)
-        out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, self.core.scoring)
+        query, key = self._turned(turned, *cos_sin)
+        out = step.attend(self.core.layer_number, query, key.squeeze(2), value, self.core.scoring)
         return self.proj(out.flatten(1) if gate is None else (out * gate.float().sigmoid()).to(x.dtype).flatten(1))
+
+    def _turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns queries [T, G, queries, D] and keys [T, G, 1, D] after the turn of heads [T, G, queries + 1, D]."""
+        if operators.supports(heads):
+            return kernels.rotary(heads[:, :, :-1], heads[:, :, -1:], cos, sin)
+        turns = cos.shape[-1]  # of a head's channels, the first
+        cos_sin = cos[:, :, None], sin[:, :, None]
+        turned = elementwise.rotate_halves(heads[..., :turns].to(cos.dtype), *cos_sin, -1.0).to(heads.dtype)
+        if turns < self.head:
+            turned = torch.cat([turned, heads[..., turns:]], dim=-1)
+        return turned[:, :, :-1], turned[:, :, -1:]
 
     def _normed_over_heads(self, heads: Tensor, of_queries: NormOverHeads, of_keys: NormOverHeads) -> Tensor:
         """Returns heads [T, G, queries + 1, D] after the norms over heads; the last of a group is its key."""
@@ -246,9 +259,8 @@ class _LatentAttention:
             query = part(query)
         turns = self.module.config.qk_pos_emb_head_dim
         latent, key_turned = self.down(normed).split([self.module.config.kv_lora_rank, turns], dim=-1)
-        cos, sin = (t.squeeze(1) for t in cos_sin)
         both = self.up(self.latent_norm(latent))
-        query, key, value = self.module.turned_heads(query, both, key_turned[:, None], (cos, sin))
+        query, key, value = self.module.turned_heads(query, both, key_turned[:, None], cos_sin)
         out = step.attend(self.core.layer_number, query[:, :, None], key, value, self.core.scoring)
         return self.proj(out.flatten(1))
 
@@ -346,6 +358,8 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x [..., N], normed. The weight is [N], or has one such row for each of the dimensions before."""
+        if operators.supports(x) and x.shape[-1] <= kernels.MAX_NORM:
+            return kernels.rms_norm_without_gradient(x, self.weight, self.eps)
         if x.dtype == torch.float32 and self.weight.dim() == 1:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
@@ -355,6 +369,8 @@ class _Norm:
 
 
 def _swiglu(both: Tensor) -> Tensor:
+    if operators.supports(both):
+        return kernels.swiglu(both)
     gate, linear = both.chunk(2, dim=-1)
     return F.silu(gate).mul_(linear)
 

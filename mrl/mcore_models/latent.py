@@ -31,6 +31,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mrl.kernels import layers as kernels
+from mrl.kernels import operators
 from mrl.mcore_models.config import LatentConfig
 from mrl.mcore_models.elementwise import RotaryFunction
 from mrl.ops import devices
@@ -190,9 +192,9 @@ class LatentAttention(MegatronModule):
         both = both.view(both.shape[0], -1, config.qk_head_dim + config.v_head_dim)
         still, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         key_still, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        query = torch.cat([still, self._turn(turned, cos_sin)], dim=-1)
-        key_turned = self._turn(key_turned, cos_sin).expand(-1, key_still.shape[1], -1)
-        return query, torch.cat([key_still, key_turned], dim=-1), value
+        turned, key_turned = self._turned(turned, key_turned, *cos_sin)
+        key = torch.cat([key_still, key_turned.expand(-1, key_still.shape[1], -1)], dim=-1)
+        return torch.cat([still, turned], dim=-1), key, value
 
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [T, 1, R] each."""
@@ -200,11 +202,13 @@ class LatentAttention(MegatronModule):
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return (angles.cos() * self.rotary_scale).to(dtype), (angles.sin() * self.rotary_scale).to(dtype)
 
-    def _turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns x [T, heads, R], turned. Pairs are neighbours if `rope_interleave` is set, else halves apart."""
+    def _turned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both [T, heads, R], turned. Pairs are neighbours if `rope_interleave` is set, else halves apart."""
         if self.config.rope_interleave:
-            x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
-        return RotaryFunction.apply(x, *cos_sin)
+            query, key = (torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) for x in (query, key))
+        if operators.supports(query):
+            return kernels.rotary(query, key, cos.squeeze(1), sin.squeeze(1))
+        return RotaryFunction.apply(query, cos, sin), RotaryFunction.apply(key, cos, sin)
 
 
 def _norm(submodules: LatentSubmodules, config: LatentConfig, size: int) -> torch.nn.Module:
