@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from mrl.engine.kept import KeptSequences
 from mrl.engine.requests import ActiveRequest, Completion, GenerateRequest
-from mrl.engine.sampling import SamplingKey, SamplingRows, key_hash, noise_keys
+from mrl.engine.sampling import SamplingKey, SamplingParams, SamplingRows, key_hash, noise_keys
 from mrl.engine.splitmix import to_int64
 from mrl.errors import ConfigError
 from mrl.ops.devices import HostCopy, tensor_on
@@ -56,6 +57,7 @@ class Step:
     """Indices of `tokens` that are not read yet, and theirs among the sampled sequences of the step before."""
     like: "Step | None" = None  # an earlier step with the same sequences, each with one token
     made: dict[str, Any] = dataclasses.field(default_factory=dict)  # what steps that are alike share
+    ending: Sequence[ActiveRequest] = ()  # sequences whose longest completion ends with this step's token
 
     @property
     def new(self) -> list[list[int]]:
@@ -91,6 +93,8 @@ class Step:
         count, (places, sources) = len(self.tokens), self.unread
         if before is not None and not padding and len(places) == count and sources == range(len(before)):
             return before
+        if before is not None and not padding and len(places) == count:
+            return before[tensor_on(device, sources)]
         ids = tensor_on(device, self.tokens + [0] * padding)
         if len(places):
             assert before is not None
@@ -99,13 +103,15 @@ class Step:
 
     def sampling(self, device: torch.device) -> SamplingRows:
         """Returns the parameters of the sampled sequences. They are made once for steps that are alike."""
-        made = self.made if self.like is None else self.like.made
-        if not made:
-            made["hashes"] = torch.tensor([self.sequences[i].key_hash for i in self.sampled])
-        keys = noise_keys(made["hashes"], [self.cached[i] + self.lengths[i] for i in self.sampled])
-        if "rows" in made:
-            return made["rows"].with_keys(keys)
-        made["rows"] = SamplingRows.of([self.sequences[i].request.sampling for i in self.sampled], keys, device)
+        first = self if self.like is None else self.like
+        made = first.made
+        if made:  # all positions are as many after those of the first step
+            return made["rows"].with_keys(noise_keys(made["starts"], [self.cached[0] - first.cached[0]]))
+        chosen = [self.sequences[i] for i in self.sampled]
+        # a sum wraps around, as that of one word does
+        made["starts"] = torch.tensor([s.key_hash for s in chosen])
+        made["starts"] += torch.tensor([self.cached[i] + self.lengths[i] for i in self.sampled])
+        made["rows"] = SamplingRows.of([s.sampling for s in chosen], noise_keys(made["starts"], [0]), device)
         return made["rows"]
 
 
@@ -150,6 +156,11 @@ class Schedule:
             ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key)), len(r.tokens))
             for i, r in requests
         ]
+        kinds: dict[SamplingParams, SamplingParams] = {}
+        for s in self.sequences:  # equal ones are one object: steps compare them
+            s.sampling = kinds.setdefault(s.request.sampling, s.request.sampling)
+        self._stops = set[int]().union(*(r.stop_tokens for _, r in requests))
+        self._asks = any(r.stop_at is not None for _, r in requests)
         if kept is not None:
             kept.begin([r for _, r in requests], recurrent=recurrent)
             for s in self.sequences:
@@ -162,7 +173,7 @@ class Schedule:
         self._alike = 0  # how many steps like it may follow
         self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
         count = max(1, len(self.waiting))
-        self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
+        self.longest = max([s.most for s in self.waiting], default=1)
         start = max([len(s.prompt) for s in self.waiting], default=0) + FIRST_NEW_TOKENS
         self.length = min(self.longest, max(start, cache_tokens // count), cache_tokens)
         self.rows = min(count, cache_tokens // self.length)
@@ -177,40 +188,42 @@ class Schedule:
         if self._last is not None and self._alike and (not self.waiting or len(self.running) == self.rows):
             return self._next_like(self._last)
         shape = self._grow()
-        decoding = [s for s in self.running if s.cached == s.length - 1]
-        prompts = [s for s in self.running if s.cached < s.length - 1]  # at most one, in the highest row
+        # loops over all sequences take most of the host's time of a step, so they do little
+        prompts = [s for s in self.running[-1:] if s.cached < s.length - 1]  # at most one, in the highest row
+        decoding = self.running[: len(self.running) - len(prompts)]
         followers, fresh = self._admit(self.prefill_tokens - sum(s.length - s.cached for s in prompts))
         copies = self._place(decoding, followers, prompts + fresh)
         restored = [(s.row, s.request.key) for s in fresh if s.kept]
-        self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
-        tokens: list[int] = []
-        sampled: list[int] = []
-        unread: tuple[list[int], list[int]] = [], []
-        lengths, cached, budget = [], [s.cached for s in self.running], self.prefill_tokens
-        for i, s in enumerate(self.running):
-            decodes = i < len(decoding) + len(followers)
-            end = min(s.length, s.cached + (1 if decodes else budget))
+        self.running = sorted(decoding + followers + prompts + fresh, key=operator.attrgetter("row"))
+        count, cached = len(decoding) + len(followers), [s.cached for s in self.running]
+        leading = self.running[:count]
+        places = [i for i, s in enumerate(leading) if s.cached == len(s.context)]
+        unread = places, [leading[i].place for i in places]
+        tokens = [0 if s.cached == len(s.context) else s.context[s.cached] for s in leading]
+        lengths, sampled, budget = [1] * count, list(range(count)), self.prefill_tokens
+        for i, s in enumerate(leading):
+            s.place, s.cached = i, s.length
+            s.length += 1
+        for i, s in enumerate(self.running[count:], start=count):
+            end = min(s.length, s.cached + budget)
             if self.recurrent and s.cached < s.length - 1:
                 end = min(end, s.length - 1)
-            if s.cached == len(s.context):
-                unread[0].append(len(tokens))
-                unread[1].append(s.place)
-                tokens.append(0)
-            else:
-                tokens += s.context[s.cached : end]
+            tokens += s.context[s.cached : end]
             lengths.append(end - s.cached)
-            budget -= 0 if decodes else lengths[-1]
+            budget -= lengths[-1]
             s.cached = end
             if end == s.length:
                 s.place = len(sampled)
                 sampled.append(i)
                 s.length += 1
-        step = Step(shape, copies, tokens, lengths, cached, sampled, self.running, restored, unread)
-        self._gone += [s for s in self.running if s.done]
-        self.running = [s for s in self.running if not s.done]
+        ending = [s for s in self.running if s.length >= s.most]
+        step = Step(shape, copies, tokens, lengths, cached, sampled, self.running, restored, unread, ending=ending)
+        if ending:
+            self._gone += ending
+            self.running = [s for s in self.running if s.length < s.most]
         self._last = step if len(self.running) == len(sampled) == len(tokens) else None
         if self._last is not None:
-            until_done = min(len(s.prompt) + s.request.max_new_tokens - s.length for s in self.running)
+            until_done = min(s.most - s.length for s in self.running)
             self._alike = min(until_done - 1, self.length + 1 - max(s.length for s in self.running))
         return step
 
@@ -232,7 +245,7 @@ class Schedule:
     def _grow(self) -> tuple[int, int] | None:
         """Makes rows longer if a sequence has filled its own. If there are too few rows then, the shortest sequences
         wait."""
-        needed = max((s.length for s in self.running), default=0)
+        needed = max(map(operator.attrgetter("length"), self.running), default=0)
         if needed <= self.length:
             return None
         self.length = min(self.longest, max(needed, 2 * self.length))
@@ -305,13 +318,17 @@ class Schedule:
     def take(self, step: Step, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Adds the tokens that were chosen for the sampled sequences of `step`, in their order."""
         chosen = [step.sequences[i] for i in step.sampled]
-        drawn = zip(chosen, tokens, log_probs, strict=True)
-        whole = [s for s, token, log_prob in drawn if not s.finished and s.add(token, log_prob)]
-        self.completed += len(whole)
-        if any(s.finished for s in whole):
+        for s, token, log_prob in zip(chosen, tokens, log_probs, strict=True):
+            if not s.finished:
+                s.context.append(token)
+                s.log_probs.append(log_prob)
+        asked = chosen if self._asks else [s for s, t in zip(chosen, tokens, strict=True) if t in self._stops]
+        stopped = [s for s in asked if not s.finished and s.stops()]
+        self.completed += len(stopped) + sum(not s.finished for s in step.ending)
+        if stopped:
             self._gone += [s for s in self.running if s.finished]
             self.running = [s for s in self.running if not s.finished]
-            if any(s.row < 0 for s in whole):  # it has lost its row meanwhile
+            if any(s.row < 0 for s in stopped):  # it has lost its row meanwhile
                 self.waiting = [s for s in self.waiting if not s.finished]
             self._last = None
 
@@ -351,7 +368,7 @@ class SampledTokens:
         while True:
             tokens, log_probs, exact = self._host.tolist()
             if all(exact):
-                return [int(token) for token in tokens], log_probs
+                return list(map(int, tokens)), log_probs
             start = 0
             for i, part in enumerate(self._parts):
                 end = start + part.shape[1]

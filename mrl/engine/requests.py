@@ -36,7 +36,7 @@ class Completion:
     finished: bool  # a stop token or `stop_at` ended it
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class ActiveRequest:
     """Holds a request that is being completed."""
 
@@ -52,6 +52,11 @@ class ActiveRequest:
     row: int = -1  # of the cache
     place: int = -1  # among the sequences that the last step has sampled
     finished: bool = False
+    sampling: SamplingParams = GREEDY  # of the request
+    most: int = dataclasses.field(init=False)  # tokens of the prompt and the longest completion
+
+    def __post_init__(self) -> None:
+        self.most = len(self.prompt) + self.request.max_new_tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -60,15 +65,13 @@ class ActiveRequest:
     @property
     def done(self) -> bool:
         """Returns whether no step feeds this sequence again."""
-        return self.finished or self.length >= len(self.prompt) + self.request.max_new_tokens
+        return self.finished or self.length >= self.most
 
-    def add(self, token: int, log_prob: float) -> bool:
-        """Adds a token that a step has chosen. Returns whether it ends the completion."""
-        self.context.append(token)
-        self.log_probs.append(log_prob)
+    def stops(self) -> bool:
+        """Returns whether a stop token or `stop_at` ends the completion with its last token, and keeps the answer."""
         stop_at = self.request.stop_at
-        self.finished = token in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
-        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
+        self.finished = self.context[-1] in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
+        return self.finished
 
 
 def no_progress(done: int, of: int) -> None:

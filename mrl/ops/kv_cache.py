@@ -169,7 +169,10 @@ class CachedStep:
     @functools.cached_property
     def decoding(self) -> int:
         """Returns how many leading sequences have one new token."""
-        return next((i for i, new in enumerate(self.new_lengths) if new != 1), len(self.new_lengths))
+        count = len(self.new_lengths)
+        if self.new_lengths.count(1) == count:
+            return count
+        return next(i for i, new in enumerate(self.new_lengths) if new != 1)
 
     @functools.cached_property
     def positions(self) -> Tensor:

@@ -138,7 +138,8 @@ OF_DELTA_NETS = (
         "engine/test_generation_schedule.py",
         ("leader.cached > len(s.prompt) - 1:", "leader.cached > len(s.context) + 9:"),
         ("end = min(end, s.length - 1)", "pass"),
-        ("if not s.finished and s.add(token, log_prob)", "if s.add(token, log_prob)"),
+        ("            if not s.finished:\n                s.context.append", "            if True:\n                s.context.append"),
+        ("len(stopped) + sum(not s.finished for s in step.ending)", "len(stopped) + len(step.ending)"),
         ("until_done - 1, self.length + 1 -", "until_done, self.length + 1 -"),
     ),
     *_of(
