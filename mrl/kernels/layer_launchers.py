@@ -97,9 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool, out: Tensor)
     rows, blocks = x.shape[0] * kinds, _blocks(size, BLOCK)
     if rows:
         grid = (triton.cdiv(rows, blocks["R"]),)
-        _norm_kernel[grid](
-            x, weight, out, rows, *x.stride()[:2], EPS=eps, CENTERED=centered, K=kinds, N=size, **blocks
-        )
+        _norm_kernel[grid](x, weight, out, rows, *x.stride()[:2], EPS=eps, CENTERED=centered, K=kinds, N=size, **blocks)
 
 
 def rms_norm_backward(

@@ -54,6 +54,10 @@ def layers() -> None:
             layers.rms_norm(x, weight.requires_grad_(), 1e-6, centered).sum().backward()
         q, k = (torch.zeros(4, heads, 128, dtype=dtype, requires_grad=True) for heads in (24, 8))
         sum(t.sum() for t in layers.rotary(q, k, *torch.zeros(2, 4, 64, dtype=dtype))).backward()
+        for wide in (dtype, torch.float32):  # as the decoder calls them
+            heads = torch.zeros(4, 8, 5, 128, dtype=dtype)[:, :, :-1]
+            layers.rms_norm_without_gradient(heads, torch.zeros(4, 128, dtype=wide), 1e-6)
+            layers.rotary(heads[:, :, :-1], heads[:, :, -1:], *torch.zeros(2, 4, 8, 128, dtype=wide))
         for size, weights in ((768, torch.zeros(4, 1, requires_grad=True)), (8192, None)):
             x, up = torch.zeros(4, 2 * size, dtype=dtype, requires_grad=True), torch.zeros(4, size, dtype=dtype)
             layers.swiglu(x, weights=weights).sum().backward()
