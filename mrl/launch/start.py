@@ -9,16 +9,20 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.launch import gpu_variables, preflight, showing
+from mrl.launch import backend, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.trainers.waits import announce
+
+if TYPE_CHECKING:
+    from mrl.parallel import ParallelDims
+    from mrl.trainers.used_folder import ResumePoint
 
 LOADING = "loading PyTorch and what goes with it"
 
@@ -35,6 +39,7 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    config, choices = backend.kept(config)
     saved = preflight.check_used(command, config)
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
@@ -50,20 +55,9 @@ def start(
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
-        preflight.check_code(command, config)
-        notes = showing.notes(command, config)
-        for line in describe(command, config, parts, layouts):
-            print(line, flush=True)
-        for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
-            print(f"# {line}", flush=True)
-        for note in notes:
-            print(f"# data: {note}", flush=True)
-        memory = _memory(command, config, world_size)
-        if memory is not None:
-            print(f"# memory: {memory}", flush=True)
+        _show(command, config, parts, layouts, world_size, saved)
         return None
-    for note in command.rate_notes(config) if shows else ():
-        print(note, flush=True)
+    backend.check_installed(config)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus
@@ -72,12 +66,36 @@ def start(
         )
     if joined is not None:
         join(joined)
+    with announce("choosing rollout.backend", shows=shows):
+        config, chosen = backend.choose(command, config, parts, world_size, joined)
+    for note in (*command.rate_notes(config), *choices, *chosen) if shows else ():
+        print(note, flush=True)
+    if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             with announce(LOADING, shows=shows):
                 run = trainer_of(command)
             run(config, command_line)
         return None
     return _start_processes(command, config, command_line, world_size, shows)
+
+
+def _show(
+    command: TrainingCommand, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims], world_size: int,
+    saved: ResumePoint | None,
+) -> None:  # fmt: skip
+    """Prints what a dry run says. saved: where the run would resume."""
+    preflight.check_code(command, config)
+    notes = showing.notes(command, config)
+    for line in describe(command, config, parts, layouts):
+        print(line, flush=True)
+    choices = backend.describe_here(command, config, parts, world_size)
+    for line in (*choices, *_not_here(parts, config), *str(saved or "").splitlines()):
+        print(f"# {line}", flush=True)
+    for note in notes:
+        print(f"# data: {note}", flush=True)
+    memory = _memory(command, config, world_size)
+    if memory is not None:
+        print(f"# memory: {memory}", flush=True)
 
 
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
