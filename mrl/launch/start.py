@@ -57,7 +57,6 @@ def start(
     if dry_run:
         _show(command, config, parts, layouts, world_size, saved)
         return None
-    backend.check_installed(config)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus

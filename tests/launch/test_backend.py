@@ -75,7 +75,7 @@ def test_keys_decide_on_any_machine(folder, on_gpu, overrides, world_size, words
 @pytest.mark.parametrize(
     "version, words",
     [
-        ("none", "vLLM is not installed"),
+        ("none", "needs vLLM beside mrl, and it is not installed"),
         ("0.25.1", 'rollout.backend: value "vllm" is vLLM 0.25.1 here, and mrl needs 0.26 or newer; install 0.32'),
         ("0.33.0", "rollout.backend: mrl is tested with vLLM 0.26 to 0.32, and the one here is 0.33.0"),
         (None, "and the one here is of an unknown version"),

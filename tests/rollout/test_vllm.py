@@ -156,10 +156,13 @@ def test_broken_weights_leave_the_old_ones(servers, sampler, folders, tmp_path):
 
 
 def test_a_server_that_hangs_does_not_hold_up_a_start(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr(Server, "start_s", 1.0)
     os.killpg(servers[0].process.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(ServerError, match=r"/v1/models gave no answer in 1 s; see its log$"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ServerError, match=r"/v1/models gave no answer in 1 s; see its log$"),
+        ):
+            patch.setattr(Server, "start_s", 1.0)
             sampler_of([servers[0].url], str(tmp_path / "weights"))
     finally:
         os.killpg(servers[0].process.pid, signal.SIGCONT)
