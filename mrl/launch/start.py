@@ -57,6 +57,8 @@ def start(
     if dry_run:
         _show(command, config, parts, layouts, world_size, saved)
         return None
+    for note in command.rate_notes(config) if shows else ():
+        print(note, flush=True)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus
@@ -67,8 +69,8 @@ def start(
         join(joined)
     with announce("choosing rollout.backend", shows=shows):
         config, chosen = backend.choose(command, config, parts, world_size, joined)
-    for note in (*command.rate_notes(config), *choices, *chosen) if shows else ():
-        print(note, flush=True)
+    for line in (*choices, *chosen) if shows else ():
+        print(line, flush=True)
     if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             with announce(LOADING, shows=shows):
