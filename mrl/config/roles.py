@@ -150,7 +150,7 @@ def describe_sampling(config: PPOConfig, world_size: int, *, gpu: bool) -> list[
     if rollout.ranks:
         models = f"{pluralize(rollout.ranks // server.tp, 'model')} of tp {server.tp}"
         if config.actor.engine.backend == "fsdp":
-            models = "which share a model"
+            models = "1 model"
         return [f"rollout: {pluralize(rollout.ranks, 'process', 'processes')} of its own, {models}"]
     if server.urls:
         return [f"rollout: {rollout.backend} at {', '.join(server.urls)}"]
