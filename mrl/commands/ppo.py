@@ -120,7 +120,12 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.config.ppo_checks import check_inside
 
         actor = next(part for part in parts if part.role == "actor")
-        check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
+        if config.rollout.backend != "auto" or config.rollout.ranks:  # else another tp is a reason for native
+            check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
+        if config.rollout.backend == "vllm" and not config.rollout.server.urls:
+            from mrl.rollout.vllm import check_sampling  # it imports torch
+
+            check_sampling(config.rollout)
         lora = config.actor.model.lora
         if config.rollout.server.lora == "adapter" and lora is not None and os.path.isdir(actor.model.path):
             from mrl.rollout.adapters import AdapterTraining, check_adapter_training
@@ -164,7 +169,7 @@ class PPO(TrainingCommand[PPOConfig]):
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.algorithms.configured import configured_recipe
         from mrl.algorithms.recipes import in_words
-        from mrl.config.roles import is_served, section_of, teachers_of
+        from mrl.config.roles import describe_sampling, is_served, section_of, teachers_of
         from mrl.launch.describe import divergence, micro_batch, processes
 
         train, per_iteration = config.train, config.steps_per_iteration
@@ -196,18 +201,8 @@ class PPO(TrainingCommand[PPOConfig]):
                 f"{pluralize(1 if train.epochs is None else train.epochs, 'epoch')} of the prompts, in whole iterations"
             )
         lines.append(f"length: {length}")
-        rollout, server = config.rollout, config.rollout.server
-        if rollout.backend == "vllm" and not server.urls:
-            count = layouts[0].world_size // server.tp
-            engines = f"{pluralize(count, 'engine')} of tp {server.tp}"
-            memory = f"{server.memory_fraction:g} of each GPU's memory"
-            lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
-        if rollout.ranks:
-            processes_of = pluralize(rollout.ranks, "process", "processes")
-            models = f"{pluralize(rollout.ranks // server.tp, 'model')} of tp {server.tp}"
-            if config.actor.engine.backend == "fsdp":
-                models = "which share a model"
-            lines.append(f"rollout: {processes_of} of its own, {models}")
+        gpu = config.actor.engine.device != "cpu"
+        lines += describe_sampling(config, layouts[0].world_size, gpu=gpu)
         return lines
 
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
@@ -224,13 +219,12 @@ class PPO(TrainingCommand[PPOConfig]):
             config.rollout,
             config.train.global_batch_size,
         )
-        inside = rollout.backend == "vllm" and not rollout.server.urls
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.backend == "native" and not rollout.ranks:
+        if rollout.backend in ("native", "auto") and not rollout.ranks:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
             found.append(Phase("sampling", "actor", "sample", size, **limits))
-        elif inside:
+        if rollout.backend in ("vllm", "auto") and not rollout.server.urls and not rollout.ranks:
             fraction = rollout.server.memory_fraction
             found.append(Phase("new weights to vLLM", "actor", "sample", size, handed_to_tp=rollout.server.tp))
             found.append(Phase("sampling by vLLM", "actor", "sample", size, engine_fraction=fraction))

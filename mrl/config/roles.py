@@ -17,6 +17,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
 from mrl.errors import ConfigError, ModelError
+from mrl.words import pluralize
 
 ROLES = ("actor", "critic", "reference", "reward")
 TRAINED = ("actor", "critic")
@@ -138,6 +139,26 @@ def sampling_engine(config: PPOConfig) -> EngineConfig:
         engine, parallel=ParallelConfig(tp=config.rollout.server.tp), offload=(),
         fsdp=dataclasses.replace(engine.fsdp, replicate=1),
     )  # fmt: skip
+
+
+def describe_sampling(config: PPOConfig, world_size: int, *, gpu: bool) -> list[str]:
+    """Returns a line on what samples beside the actor's own engine; none if nothing does.
+
+    world_size: the processes that train. gpu: whether they may be on GPUs.
+    """
+    rollout, server = config.rollout, config.rollout.server
+    if rollout.ranks:
+        models = f"{pluralize(rollout.ranks // server.tp, 'model')} of tp {server.tp}"
+        if config.actor.engine.backend == "fsdp":
+            models = "1 model"
+        return [f"rollout: {pluralize(rollout.ranks, 'process', 'processes')} of its own, {models}"]
+    if server.urls:
+        return [f"rollout: {rollout.backend} at {', '.join(server.urls)}"]
+    if rollout.backend != "vllm":
+        return []
+    engines = f"{pluralize(world_size // server.tp, 'engine')} of tp {server.tp}"
+    memory = f", with {server.memory_fraction:g} of each GPU's memory while sampling" if gpu else ""
+    return [f"rollout: vLLM inside the trainer, {engines}{memory}"]
 
 
 def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:

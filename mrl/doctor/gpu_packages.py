@@ -13,6 +13,7 @@ from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
 from mrl.doctor.imports import ImportResult, Step, hint, is_found
 from mrl.mcore_models import optional
+from mrl.rollout.vllm_start import TESTED, untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +182,8 @@ def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bo
     elif module == "deep_ep":
         what += ", and is not used: experts are exchanged by all-to-all"
     elif module == "vllm":
-        if version.partition("+")[0] != known.VLLM:
-            what += f"; mrl was tried with {known.VLLM}, and older ones cannot take new weights"
-            return note(name, what, version=version)
+        if (line := untested(version, TESTED, "here")) is not None:
+            return note(name, f"{what}; {line}", version=version)
     elif not te:
         what += ", and is not used without transformer-engine"
     return ok(name, what, version=version)

@@ -58,8 +58,6 @@ _BY_PYTHON: Mapping[str, Mapping[str, str]] = {
     "3.12": {MEGATRON: "0.19.2"},
 }
 PYTHONS = tuple(_BY_PYTHON)
-VLLM = "0.32.0"
-"""The vLLM that mrl was written against and tried with, as constraints-vllm.txt has it."""
 
 
 def this_python() -> str:

@@ -16,7 +16,7 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
 from mrl.config.load import load_config, to_dict
 from mrl.errors import ConfigError
-from mrl.launch import automatic, gpu_variables, preflight, showing
+from mrl.launch import automatic, backend, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
@@ -44,6 +44,7 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    config, choices = backend.kept(config)
     saved = preflight.check_used(command, config)
     auto = automatic.auto_keys(config)
     config, kept = automatic.with_saved(config)
@@ -73,9 +74,10 @@ def start(
         )
     if joined is not None:
         join(joined)
-    with announce("planning what fits", shows=shows and bool(auto)):
+    with announce("choosing what is auto", shows=shows):
+        config, chosen = backend.choose(command, config, parts, world_size, joined)
         config, lines, _store = _resolved(command, config, auto, world_size, joined)
-    for line in (*kept, *lines) if shows else ():
+    for line in (*choices, *kept, *chosen, *lines) if shows else ():
         print(line, flush=True)
     if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
@@ -95,7 +97,8 @@ def _show(
     notes = showing.notes(command, config)
     for line in describe(command, config, parts, layouts):
         print(line, flush=True)
-    for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
+    choices = backend.describe_here(command, config, parts, world_size)
+    for line in (*choices, *_not_here(parts, config), *str(saved or "").splitlines()):
         print(f"# {line}", flush=True)
     for note in notes:
         print(f"# data: {note}", flush=True)

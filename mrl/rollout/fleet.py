@@ -121,7 +121,15 @@ class Fleet:
         ]
 
     def _inspect(self, server: Server) -> None:
-        longest = server.inspect(sleeps=self._config.sleep)
+        http = server.http
+        server.http = http.another(server.start_s)
+        try:
+            longest = server.inspect(sleeps=self._config.sleep)
+            note = server.note()
+        finally:
+            server.http = http
+        if note is not None:
+            self._say(note)
         if self._max_length is not None and longest is not None and longest < self._max_length:
             why = (
                 f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
@@ -207,7 +215,7 @@ class Fleet:
         if server.http.url not in self.away:
             return self.fault(server, self.version)
         asked = copy.copy(server)
-        asked.http = server.http.another(min(AWAY_S, self._config.timeout_s))
+        asked.http = server.http.another(AWAY_S)
         if not asked.http.is_reached():
             return asked.http.error("cannot be reached", lost=True)
         try:

@@ -17,7 +17,7 @@ TRIES = 4
 FIRST_WAIT_S = 0.5
 """Before the second try; it doubles each time."""
 
-CONNECT_S = 20.0
+CONNECT_S = 12.0
 """Longest wait for a connection: a host that is not there may say nothing at all."""
 
 REACH_S = 2.0
@@ -49,13 +49,16 @@ class HttpClient:
         self._key, self._section = key, key.rpartition(".")[0]
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
+        self._is_limited = False  # to less than the configured time
         self._open: set[http.client.HTTPConnection] = set()
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def another(self, timeout_s: float | None = None) -> HttpClient:
-        """Returns a client of the same server whose requests end apart from these. timeout_s: None for the same."""
-        seconds = self._timeout_s if timeout_s is None else timeout_s
-        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
+        """Returns a client of the same server whose requests end apart from these. timeout_s: a shorter wait."""
+        seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+        made = HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
+        made._is_limited = seconds < self._timeout_s
+        return made
 
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)
@@ -117,10 +120,8 @@ class HttpClient:
                 why = f"says HTTP {status}: {words(text)}"
             except TimeoutError:
                 self._check_wanted()
-                raise self.error(
-                    f"{path} gave no answer in {self._timeout_s:g} s; raise {self._section}.timeout_s or see its log",
-                    lost=True,
-                ) from None
+                fix = "see its log" if self._is_limited else f"raise {self._section}.timeout_s or see its log"
+                raise self.error(f"{path} gave no answer in {self._timeout_s:g} s; {fix}", lost=True) from None
             except (OSError, http.client.HTTPException) as error:
                 status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
             self._check_wanted()

@@ -34,6 +34,7 @@ class RankServer(Server):
     """The sampling ranks. They sample all requests of a call together, so a completion depends on no arrival."""
 
     takes_all = True
+    start_s = None  # they answer when they have loaded the model
     how_to_link = "rollout.backend vllm or sglang, and servers of their own"
     how_to_adapt = how_to_link
     adapters_on = False

@@ -65,6 +65,7 @@ class Server(abc.ABC):
     most_adapters: int | None = None  # that it samples with at a time; None if it does not say
     how_to_adapt: str  # the options that a server needs for adapters
     vocab_size: int | None = None  # of the actor's model; None if unknown
+    start_s: float | None = 50.0  # longest wait for each answer of `inspect`; None for the configured one
     takes_all = False  # `sample_all` wants all requests of a rollout at once
 
     def __init__(self, http: HttpClient) -> None:
@@ -76,6 +77,10 @@ class Server(abc.ABC):
 
         Returns the longest sequence, None if the server does not say.
         """
+
+    def note(self) -> str | None:
+        """Returns a line on a version that mrl is not tested with; None if there is nothing to say."""
+        return None
 
     @contextlib.contextmanager
     def get(self, path: str) -> Iterator[Any]:

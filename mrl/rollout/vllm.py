@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mrl.config.ppo import RolloutConfig
 from mrl.engine import links
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
@@ -21,6 +22,7 @@ from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import INCOMPLETE, Server, common_fields, seed_of
 from mrl.rollout.servers import ServerSampler
+from mrl.rollout.vllm_start import TESTED_SERVERS, untested
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LINKS = frozenset({"broadcast", "ipc"})
@@ -76,6 +78,17 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     }
 
 
+def log_probs_mode(temperature: float) -> str:
+    """Returns `--logprobs-mode` for samples at a temperature."""
+    return RAW if temperature == 1 else PROCESSED
+
+
+def check_sampling(rollout: RolloutConfig) -> None:
+    """Raises ConfigError for parameters whose log-probs vLLM inside the trainer does not give."""
+    sampling = SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+    refuse(sampling, log_probs_mode(rollout.temperature), "rollout.backend", "vllm inside the trainer")
+
+
 class VLLMServer(Server):
     """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
 
@@ -119,6 +132,10 @@ class VLLMServer(Server):
         if sleeps and not can_sleep:
             raise self.http.error("cannot sleep; start it with --enable-sleep-mode, or set rollout.server.sleep false")
         return longest
+
+    def note(self) -> str | None:
+        with self.get("/version") as told:
+            return untested(told["version"], TESTED_SERVERS, f"at {self.http.url}")
 
     def refuse(self, sampling: SamplingParams) -> None:
         refuse(sampling, self.mode, "rollout.server.urls", self.http.url)

@@ -33,11 +33,12 @@ from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.base import Completion
 from mrl.engine.kept import share
-from mrl.errors import ConfigError, ServerError, first_line
+from mrl.errors import ServerError
 from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.cpu_packing import repack
-from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
+from mrl.rollout.vllm import log_probs_mode, refuse, sampling_fields
+from mrl.rollout.vllm_start import check_version, import_vllm, installed, last_words
 from mrl.rollout.weights import DrainedStream
 
 _ARGUMENTS = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args"
@@ -74,7 +75,7 @@ class VLLMSampler(Sampler):
         self._ranks, self._tp = collective.all_ranks(), config.tp
         assert self._ranks.size % config.tp == 0, f"rollout.server.tp {config.tp} on {self._ranks.size} processes"
         gpu = device.type == "cuda"
-        self._mode = RAW if temperature == 1 else PROCESSED
+        self._mode = log_probs_mode(temperature)
         self._awake: set[str] = {"weights", "kv_cache"}
         self._whole = False  # whether it holds one set of weights, all of them
         self._broken = False  # whether this process's last load broke off
@@ -86,20 +87,27 @@ class VLLMSampler(Sampler):
         # On a CPU vLLM shares memory among the parts of an engine: it gets a name of its own.
         shared = contextlib.nullcontext() if gpu or config.tp == 1 else _own_shared_memory(self._ranks)
         with self._apart.inside():
-            self._vllm = _import_vllm(gpu)
+            self._vllm = collective.call_on_every_rank(lambda: import_vllm(gpu))
+            # vLLM's own ends the default process group with its engine; here that is the trainer's.
+            patches.check("mrl.rollout.cpu_packing")
+            patches.replace({"vllm.v1.engine.core:cleanup_dist_env_and_memory": _end_groups})
             try:
                 with shared:
                     self._engine = self._vllm.LLM(**arguments)
             except Exception as error:
                 raise ServerError(
                     f"rollout.backend: vLLM inside the trainer does not start on rank {self._ranks.rank} "
-                    f"({_in_words(error)}); see docs/rollout-servers.md for what it needs"
+                    f"({last_words(error)}); see docs/rollout-servers.md for what it needs"
                 ) from error
         self.sleep()
 
     @property
     def forgets(self) -> bool:
         return True
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return [line for line in (check_version(installed()),) if line is not None]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Returns completions. Raises ConfigError for sampling parameters whose log-probs vLLM does not give."""
@@ -136,7 +144,7 @@ class VLLMSampler(Sampler):
             try:
                 self._wake("weights")
             except Exception as error:
-                no_memory = _in_words(error)
+                no_memory = last_words(error)
             try:
                 if no_memory is None:
                     self._load(stream)
@@ -145,9 +153,9 @@ class VLLMSampler(Sampler):
                     raise
                 self._broken = True
                 if isinstance(error, torch.OutOfMemoryError):
-                    no_memory = _in_words(error)
+                    no_memory = last_words(error)
                 else:
-                    why = _in_words(error)
+                    why = last_words(error)
             stream.read_the_rest()  # the other ranks are in it too
         self._agree(
             no_memory,
@@ -189,7 +197,7 @@ class VLLMSampler(Sampler):
             with self._apart.inside():
                 self._wake("kv_cache")
         except Exception as error:
-            why = _in_words(error)
+            why = last_words(error)
         self._agree(
             why,
             "rollout.server.memory_fraction: vLLM inside the trainer does not get its memory back",
@@ -239,24 +247,6 @@ def engine_arguments(
         "enforce_eager": not gpu,
         **(on_gpu if gpu else {}),
     }
-
-
-def _import_vllm(gpu: bool) -> Any:
-    try:
-        import vllm
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        why = f"without rollout.server.urls needs vLLM beside mrl ({error})"
-        raise ConfigError(
-            "rollout.backend", "vllm", why, "install it here, or start a server and give its url"
-        ) from error
-    if current_platform.is_cpu() == gpu:
-        why = f"is a build for {'the CPU' if gpu else 'GPUs'} here, and the actor is on {'a GPU' if gpu else 'the CPU'}"
-        raise ConfigError("rollout.backend", "vllm", why, "install vLLM's other build")
-    # vLLM's own ends the default process group with its engine; here that is the trainer's.
-    patches.check("mrl.rollout.cpu_packing")
-    patches.replace({"vllm.v1.engine.core:cleanup_dist_env_and_memory": _end_groups})
-    return vllm
 
 
 @contextlib.contextmanager
@@ -327,12 +317,6 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     if missing:
         raise RuntimeError(f"the actor has no weights for {len(missing)} of vLLM's parameters, as {missing[0]}")
     repack(model)
-
-
-def _in_words(error: Exception) -> str:
-    """Returns the type of an error and the first line of its text."""
-    kind, line = type(error).__name__, first_line(error)
-    return kind if line == kind else f"{kind}: {line}"
 
 
 def _completion(output: Any) -> Completion:

@@ -187,7 +187,7 @@ def test_whole_ones(site, torch):
         ("transformer-engine", "flash-attn-2", "deepep"), "ok"
     )
     assert found["flash-attn-2"].what == "flash-attn 2 2.8.3 loads"
-    assert found["vllm"].level == "note" and "tried with 0.32.0" in found["vllm"].what
+    assert found["vllm"].level == "note" and "tested with vLLM 0.26 to 0.32" in found["vllm"].what
     distribution(site, "transformer_engine", "2.17.0")
     shutil.rmtree(site / "transformer_engine-2.20.9.dist-info")
     assert look()["transformer-engine"].level == "note"

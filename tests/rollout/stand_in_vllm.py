@@ -4,6 +4,7 @@ rules of vLLM 0.32.0's GPU worker (sleep at level 2, tags). Its completions tell
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import os
 import sys
 import types
@@ -130,6 +131,7 @@ def installed(*, cpu: bool = True) -> Iterator[type[LLM]]:
     modules["vllm"].LLM, modules["vllm"].SamplingParams = Made, dict
     modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cpu=lambda: cpu)
     modules["vllm"].__version__ = "0.32.0"
+    modules["vllm"].__spec__ = importlib.machinery.ModuleSpec("vllm", None)  # for `find_spec`
     modules["vllm.v1.engine.core"].cleanup_dist_env_and_memory = None
     launcher = types.SimpleNamespace(_distributed_args=None)
     modules["vllm.v1.executor.uniproc_executor"].ExecutorWithExternalLauncher = launcher

@@ -19,8 +19,9 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
+from mrl.rollout import http
 from mrl.rollout.fleet import Probe
-from mrl.rollout.server import seed_of
+from mrl.rollout.server import Server, seed_of
 from mrl.rollout.vllm import VLLMServer, refuse
 from mrl.rollout.weights import WeightFolders, weights_dir
 from mrl.weights.safetensors_io import SafetensorsReader
@@ -84,6 +85,25 @@ def test_no_answer_in_time_is_an_error(replay, tmp_path):
     with pytest.raises(ServerError, match=r"gave no answer in 0.5 s; raise rollout.server.timeout_s"):
         sampler.sample(asked()[:1])
     assert server.paths().count(COMPLETIONS) == 1
+
+
+def test_a_server_that_hangs_at_the_start_is_an_error_within_a_minute(replay, tmp_path, monkeypatch):
+    """Whatever a rollout may take."""
+    assert Server.start_s < 60 and http.CONNECT_S * http.TRIES < 60
+    monkeypatch.setattr(Server, "start_s", 0.3)
+    server = replay()
+    server.faults["/v1/models"] = [server.hang]
+    with pytest.raises(ServerError, match=r"/v1/models gave no answer in 0.3 s; see its log$"):
+        sampler_of([server.url], str(tmp_path), timeout_s=600)
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0"])
+def test_an_untested_version_is_said_once(replay, tmp_path, version):
+    server, lines = replay(), []
+    server.faults["/version"] = [says(200, {"version": version})]
+    sampler_of([server.url], str(tmp_path), say=lines.append)
+    line = f"rollout.backend: mrl is tested with vLLM 0.32, and the one at {server.url} is {version}"
+    assert lines == ([] if version == "0.32.1" else [line])
 
 
 def test_what_a_server_refuses_is_not_asked_again(two):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
+import signal
 import urllib.request
 
 import pytest
@@ -23,6 +25,7 @@ from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.roles.teacher_server import TeacherServer
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.server import Server
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import FIRST_REQUEST_S, hf_stream, logs_of, requests, sampler_of
@@ -150,6 +153,22 @@ def test_broken_weights_leave_the_old_ones(servers, sampler, folders, tmp_path):
     assert len(list(root.iterdir())) == 1
     sampler.close()
     assert not list(root.iterdir())
+
+
+def test_a_server_that_hangs_does_not_hold_up_a_start(servers, tmp_path, monkeypatch):
+    os.killpg(servers[0].process.pid, signal.SIGSTOP)
+    try:
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ServerError, match=r"/v1/models gave no answer in 1 s; see its log$"),
+        ):
+            patch.setattr(Server, "start_s", 1.0)
+            sampler_of([servers[0].url], str(tmp_path / "weights"))
+    finally:
+        os.killpg(servers[0].process.pid, signal.SIGCONT)
+    lines: list[str] = []
+    sampler_of([servers[0].url], str(tmp_path / "weights"), say=lines.append).close()
+    assert lines == [], "it has a version that is tested"
 
 
 def test_a_server_that_was_started_again_is_an_error(servers, sampler, folders):

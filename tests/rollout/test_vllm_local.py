@@ -78,6 +78,7 @@ def run(folder: pathlib.Path, world: int, *runs: dict) -> list[list[dict]]:
     ]  # fmt: skip
     said = [process.communicate()[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * world, "\n\n".join(text[-4000:] for text in said)
+    (folder / "said.txt").write_text("".join(said))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -103,7 +104,8 @@ def alone(inputs, tmp_path_factory) -> tuple[list[list[dict]], pathlib.Path]:
     folder = tmp_path_factory.mktemp("alone")
     once, more = config_of(inputs, folder / "resumed", "fsdp"), config_of(inputs, folder / "resumed", "fsdp")
     once["train"] = once["train"] | {"steps": 1}
-    runs = [{"config": config} for config in (config_of(inputs, folder / "fsdp", "fsdp"), once, more)]
+    first = config_of(inputs, folder / "fsdp", "fsdp") | {"log": {"console": "plain"}}
+    runs = [{"config": config} for config in (first, once, more)]
     return run(folder, 1, *runs), folder
 
 
@@ -122,6 +124,8 @@ def two(inputs, tmp_path_factory) -> tuple[list[list[dict]], pathlib.Path]:
 def test_one_process(alone):
     ((found, *_),), folder = alone
     check_run(found, folder / "fsdp")
+    lines = [line for line in (folder / "said.txt").read_text().splitlines() if line.startswith("rollout")]
+    assert lines == ["rollout: vLLM inside the trainer, 1 engine of tp 1"], "and nothing of a version that is tested"
 
 
 def test_a_resumed_run_goes_on_to_the_bit(alone):

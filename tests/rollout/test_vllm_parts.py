@@ -26,7 +26,8 @@ from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler
-from mrl.rollout.vllm_local import _import_vllm, engine_arguments
+from mrl.rollout.vllm_local import engine_arguments
+from mrl.rollout.vllm_start import import_vllm
 from mrl.trainers.rl import samplers
 from mrl.trainers.rl.samplers import SyncedSampler
 from tests.engine.harness import run_case
@@ -316,7 +317,7 @@ def test_a_dry_run_says_how_many_engines_there_are():
 @pytest.mark.parametrize("gpu, words", [(True, "for the CPU here, and the actor is on a GPU"), (False, "for GPUs here, and the actor is on the CPU")])  # fmt: skip
 def test_the_other_build_of_vllm_is_refused(gpu, words):
     with stand_in_vllm.installed(cpu=gpu), pytest.raises(ConfigError, match=words):
-        _import_vllm(gpu)
+        import_vllm(gpu)
 
 
 # ------------------------------------------------------------------------------------------------- the trainer's process

