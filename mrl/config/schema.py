@@ -192,7 +192,7 @@ class EngineConfig:
         "auto",
         "modules of the layers (megatron backend): te is transformer-engine's, local runs on any machine. auto is te "
         "if transformer-engine is installed, there is a GPU, and te has more than unfused attention for this model "
-        "and layout",
+        "and layout; local for experts that were measured faster so (docs/gpu-keys.md). A resume keeps what auto was",
         may_change=True,
     )
     attention: Literal["auto", "flash", "fused", "unfused"] = key(

@@ -43,6 +43,7 @@ def rows() -> list[dict[str, Any]]:
     """Returns layer spec, reason and attention kernels for each kind of model and of context parallelism."""
     import torch
 
+    from mrl.config.schema import EngineConfig
     from mrl.mcore_models import layer_spec
     from mrl.mcore_models.te_limits import AttentionShape, Gpu
     from mrl.parallel import ParallelDims
@@ -56,7 +57,7 @@ def rows() -> list[dict[str, Any]]:
             dims, row = ParallelDims(world_size=cp, cp=cp), {"model": model, "cp": cp}
             found.append(row)
             try:
-                spec = layer_spec.choose("auto", fields, dims, dtype=torch.bfloat16)
+                spec = layer_spec.choose(EngineConfig(), fields, dims, dtype=torch.bfloat16)
             except UserError as error:
                 row |= {"error": str(error)}
                 continue

@@ -102,6 +102,12 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
         return {}
 
+    def keep_choices(self, chosen: Mapping[str, str]) -> None:  # noqa: B027 - an engine without choices keeps none
+        """Chooses as `chosen` of a checkpoint says, if the config leaves it open and this machine can. Collective.
+
+        Call it before `init_model`.
+        """
+
     def set_total_steps(self, total_steps: int) -> None:
         """Sets the run's length, if it is known only after the engine is made. Call it before the first step."""
         self.config = dataclasses.replace(self.config, total_steps=total_steps)

@@ -12,15 +12,30 @@ from typing import Any, Literal
 
 import torch
 
+from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import GENERATIONS, Gpu, disabled_switches, switches_of, te_refusal, te_warning
+from mrl.mcore_models.layout import expert_sizes, experts_fit
+from mrl.mcore_models.megatron_fields import TRANSFORMER_ENGINE_FIELDS
+from mrl.mcore_models.te_limits import (
+    GENERATIONS,
+    AttentionShape,
+    Gpu,
+    disabled_switches,
+    switches_of,
+    te_refusal,
+    te_warning,
+)
 from mrl.mcore_models.versions import NOT_INSTALLED
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
 ATTENTION = "engine.attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of model.dtype
+MOST_HIDDEN, MOST_WIDTH, FEWEST_EXPERTS = 1024, 768, 32
+"""Sizes of a rank's experts that an H100 trained faster in local layers with grouped_mm: 48,100 tokens/s, te 18,400.
+
+transformer-engine starts a product for each expert. So larger experts, or fewer, may be faster under te."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +50,21 @@ class LayerSpec:
 
 
 def choose(
-    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype, attention: str = "auto",
-    elsewhere: bool = False,
+    engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype, lora: bool = False,
+    elsewhere: bool = False, kept: str | None = None,
 ) -> LayerSpec:  # fmt: skip
-    """Returns the spec for a value of engine.layer_spec. fields: of megatron's configuration, as `fields_of` has them.
+    """Returns the spec for engine.layer_spec. fields: of megatron's configuration, as `fields_of` has them.
 
-    attention: of engine.attention; naming a kernel of transformer-engine asks for te.
+    Naming a kernel of transformer-engine in engine.attention asks for te. lora: the model has adapters.
 
     elsewhere: the run may be for another machine (`--dry-run`), so te is not refused for want of a GPU here.
+
+    kept: of the checkpoint that the run resumes from; auto takes it if it can.
 
     Raises ConfigError if te is wanted and cannot be had. It also does so if transformer-engine is installed and does
     not load: a run that was meant to use it must not train slower in silence.
     """
+    wanted, attention = engine.layer_spec, engine.attention
     check_attention(attention, wanted)
     gpu = Gpu.here().with_attention(attention)
     if attention != "auto":
@@ -54,7 +72,55 @@ def choose(
             return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere)
         except ConfigError as error:
             raise _refused_kernel(attention, error) from error
-    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere)
+    if wanted == "auto" and kept == "local" and not _te_keys(engine):
+        return LayerSpec("local", "as the checkpoint was trained")
+    unlike = unmeasured(engine, fields, dims, dtype, lora=lora)
+    if kept == "te":
+        unlike = "are not what the checkpoint was trained with"
+    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, unlike=unlike)
+
+
+def _te_keys(engine: EngineConfig) -> list[str]:
+    """Returns the keys that are set and that local layers may not read."""
+    keys = [f"engine.megatron.{name}" for name in sorted(TRANSFORMER_ENGINE_FIELDS) if engine.megatron.get(name)]
+    return keys + ["engine.recompute_modules moe_act"] * ("moe_act" in (engine.recompute_modules or ()))
+
+
+def unmeasured(
+    engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, lora: bool
+) -> str | None:
+    """Returns why `MEASURED` says nothing of a model, behind "local layers with grouped_mm"; None if it does."""
+    if "num_moe_experts" not in fields:
+        return "are for experts"
+    (hidden, width), experts = expert_sizes(fields, dims), fields["num_moe_experts"] // dims.ep
+    fit = hidden <= MOST_HIDDEN and width <= MOST_WIDTH and experts >= FEWEST_EXPERTS
+    fit &= experts_fit(fields, dims, dtype.itemsize)
+    attention = AttentionShape.of(fields, dims)
+    is_plain = not (attention.windowed or attention.sinks or attention.dropout or dims.cp > 1)
+    is_plain &= not fields.get("multi_latent_attention") and not any(fields.get("linear_attention_freq") or ())
+    keys = _te_keys(engine) + [f"engine.megatron.{n}" for n, v in engine.megatron.items() if v and n.startswith("moe_")]
+    cases = (
+        (engine.moe.grouped_mm is False, "are off (engine.moe.grouped_mm)"),
+        (dtype != torch.bfloat16, "are for bfloat16"),
+        (fields.get("add_bias_linear"), "are for experts without biases"),
+        (lora, "were not measured with adapters"),
+        (keys, f"were not measured with {', '.join(keys)}"),
+        (not is_plain, "were measured with plain causal attention and cp 1"),
+        (not fit, f"were not measured for {experts} experts of {hidden} x {width} on a rank"),
+    )
+    return next((words for holds, words in cases if holds), None)
+
+
+def takes_te(
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype, unlike: str | None
+) -> bool:
+    """Returns whether engine.layer_spec auto is te on a GPU with transformer-engine. unlike: as `unmeasured` says."""
+    refused = te_refusal(fields, dims, gpu, dtype=dtype) or te_warning(fields, dims, gpu, dtype=dtype)
+    return refused is None and not _is_faster_locally(gpu, unlike)
+
+
+def _is_faster_locally(gpu: Gpu, unlike: str | None) -> bool:
+    return unlike is None and gpu.capability is not None and gpu.capability[0] == 9  # an H100 was measured
 
 
 def wanted_spec(wanted: str, attention: str) -> str:
@@ -107,8 +173,9 @@ def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
 
 
 def _chosen(
-    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, gpu: Gpu, *, elsewhere: bool
-) -> LayerSpec:
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, gpu: Gpu, *, elsewhere: bool,
+    unlike: str | None = "",
+) -> LayerSpec:  # fmt: skip
     if wanted == "local":
         return LayerSpec("local", "as configured")
     absent, against = platform.without_transformer_engine(), te_refusal(fields, dims, gpu, dtype=dtype)
@@ -120,17 +187,22 @@ def _chosen(
         return _as_wanted(absent, against, slow, elsewhere=elsewhere)
     if against is None and slow is not None:
         against = f"is not taken, as its {slow}"
+    if against is None and _is_faster_locally(gpu, unlike):
+        sizes = " x ".join(map(str, expert_sizes(fields, dims)))
+        against = f"was measured slower for experts of {sizes} than local layers with grouped_mm"
     if absent == platform.NO_GPU:
-        where = _on_gpus(fields, dims, dtype) if against is None else f"local too: transformer-engine {against}"
+        where = _on_gpus(fields, dims, dtype, unlike) if against is None else f"local too: transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
     if absent is not None:
         return LayerSpec("local", f"transformer-engine {absent}")
     if against is not None:
         return LayerSpec("local", f"transformer-engine {against}")
-    return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
+    why = "transformer-engine is installed, and there is a GPU"
+    says = "num_moe_experts" in fields and _is_faster_locally(gpu, None)
+    return LayerSpec("te", f"{why}; local layers with grouped_mm {unlike}" if says else why)
 
 
-def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> str:
+def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, unlike: str | None) -> str:
     """Returns "te", with the GPUs that need flash-attn 2 for it, and those with local all the same.
 
     It is for a machine without a GPU, and some GPU has te.
@@ -138,7 +210,7 @@ def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) 
 
     def is_te(**known: Any) -> bool:
         gpu = Gpu(**known, switched_off=disabled_switches())
-        return not (te_refusal(fields, dims, gpu, dtype=dtype) or te_warning(fields, dims, gpu, dtype=dtype))
+        return takes_te(fields, dims, gpu, dtype=dtype, unlike=unlike)
 
     never = {at: name for at, name in GENERATIONS.items() if not is_te(capability=at)}
     beside = [

@@ -120,6 +120,13 @@ class WorkerDispatch:
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
+    def keep_choices(self, folder: str) -> None:
+        """Makes engines choose as those of a checkpoint did, if they can. Call it before `init_model`."""
+        chosen = self.on_main(lambda: role_checkpoints.chosen_in(self.engines, folder))
+        for role, engine in self.engines.items():
+            of_role = "" if role == MODEL else f"{role}."
+            engine.keep_choices({k.removeprefix(of_role): v for k, v in chosen.items() if k.startswith(of_role)})
+
     def init_model(self) -> None:
         """Builds every role, one after the other. A built one waits on the host if idle ones do.
 

@@ -117,6 +117,19 @@ def load(
         return saved["state"]
 
 
+def chosen_in(engines: Mapping[str, BaseEngine], path: str) -> dict[str, str]:
+    """Returns `WorkerDispatch.chosen` at the save; empty if an older mrl saved none, or `load` will refuse the
+    folder."""
+    if MODEL in engines:
+        state = engines[MODEL].saved_state(path)
+    else:
+        try:
+            state = load_pt(os.path.join(path, TRAINER), fields=("state",), mmap=True)["state"]
+        except CheckpointError:
+            state = None
+    return (state or {}).get("chosen", {})
+
+
 def _digest(engine: BaseEngine) -> str:
     """Returns a hash of an engine's weights, on rank 0, whatever its layout. Collective."""
     digest = hashlib.sha256()

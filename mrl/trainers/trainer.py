@@ -190,6 +190,8 @@ class Trainer(abc.ABC):
     def train(self, start: StartState, loop: Callable[[Self], None], command_line: str) -> None:
         """Goes from building the models to exporting one."""
         config, dispatch, console = self.config, self.dispatch, self.console
+        if start.checkpoint is not None:
+            dispatch.keep_choices(start.checkpoint)
         start = self.build(start)
         self.restore(start)
         console.doing("opening the logs")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from mrl.config.schema import EngineConfig
 from mrl.doctor import choices, used
 from mrl.doctor.choices import MODELS
 from mrl.errors import ConfigError
@@ -96,7 +97,9 @@ def test_a_broken_transformer_engine_stops_a_run_in_the_words_of_the_run(machine
     machine(H100, te="OSError: libcudart.so.12")
     found = rows()
     with pytest.raises(ConfigError) as stops:
-        layer_spec.choose("auto", {"num_attention_heads": 8, "hidden_size": 512}, choices_dims(), dtype=torch.bfloat16)
+        layer_spec.choose(
+            EngineConfig(), {"num_attention_heads": 8, "hidden_size": 512}, choices_dims(), dtype=torch.bfloat16
+        )
     assert {row["error"] for row in found.values()} == {str(stops.value)}
     said = words(found)["used.spec"]
     assert said.level == "fault" and str(stops.value) in said.what

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine import collective
 from mrl.engine.base import BaseEngine
 from mrl.engine.megatron import model as engine_model
@@ -192,8 +192,9 @@ def te_like() -> Iterator[None]:
     def block_spec(config: Any, numbers: list[int]) -> TransformerBlockSubmodules:
         return (_block_spec if config.layer_spec == "te" else outside)(config, numbers)
 
-    def choose(wanted: str, *_: Any, **__: Any) -> layer_spec.LayerSpec:
-        return layer_spec.LayerSpec("te" if wanted == "te" else "local", "as the test has it")
+    def choose(engine: EngineConfig, *_: Any, kept: str | None = None, **__: Any) -> layer_spec.LayerSpec:
+        name = kept if engine.layer_spec == "auto" else engine.layer_spec
+        return layer_spec.LayerSpec("te" if name == "te" else "local", "as the test has it")
 
     with (
         mock.patch.object(layers, "block_spec", block_spec),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch.distributed as dist
 
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import MoEConfig, RoleConfig
 from mrl.errors import ConfigError
+from mrl.roles.role_checkpoints import MODEL
 from tests.engine import tiny
 from tests.engine.contract import everyone
 from tests.engine.harness import run_case
@@ -85,6 +87,42 @@ def with_attention(config: RoleConfig) -> dict[str, str | None]:
             os.environ.pop(name, None)
 
 
+def kept(config: RoleConfig, root: str, actor: str) -> list[tuple[str, bool, bool]]:
+    """Returns the specs of a run's roles that resumes where the first role, `actor`, was te."""
+    from mrl.engine.megatron.engine import MegatronEngine
+    from mrl.roles.dispatch import WorkerDispatch
+    from tests.engine.te_like import te_like
+
+    def run(spec: str) -> WorkerDispatch:
+        engine = dataclasses.replace(config.engine, layer_spec=spec)
+        roles = {actor: dataclasses.replace(config, engine=engine)} | ({} if actor == MODEL else {"reward": config})
+        return WorkerDispatch({role: MegatronEngine(of) for role, of in roles.items()}, offload_idle=False)
+
+    with te_like():
+        first = run("te")
+        first.init_model()
+        folder = first.save_checkpoint(
+            f"{root}/{actor}", None, global_step=1, keep=None, state={"chosen": first.chosen}
+        )
+        found = []
+        for spec in ("auto", "local"):
+            resumed = run(spec)
+            resumed.keep_choices(folder)
+            resumed.init_model()
+            resumed.load_checkpoint(folder)
+            found += [(e.chosen["layer_spec"], e.setup.thd, e.model.spec == "te") for e in resumed.engines.values()]
+        return found
+
+
+@pytest.mark.parametrize("actor", [MODEL, "actor"])
+def test_a_resume_builds_the_layers_that_its_checkpoint_was_trained_with(tmp_path, actor):
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama"), backend="megatron")
+    te, local = [("te", True, True)], [("local", False, False)]
+    reward = [] if actor == MODEL else local
+    found = run_case(1, f"{__name__}:kept", config=config, root=str(tmp_path), actor=actor)
+    assert found == te + reward + local + reward
+
+
 def test_a_kernel_that_is_asked_for_leaves_out_the_others(tmp_path):
     folder = tiny.make_model(str(tmp_path), "llama")
     config = tiny.role(folder, backend="megatron", optimizer=None, layer_spec="te", attention="fused")
@@ -97,3 +135,17 @@ def test_variables_of_transformer_engine_are_its_own(tmp_path, name):
     """megatron's GPTModel asserts that they agree with an argument of its own trainer, which mrl has not."""
     config = tiny.role(tiny.make_model(str(tmp_path), "llama"), backend="megatron")
     assert run_case(1, f"{__name__}:with_variable", config=config, name=name, value="0") == ("local", "0")
+
+
+def test_a_plan_has_the_layers_that_auto_takes_on_its_gpus(tmp_path):
+    from mrl.engine.megatron.meta import layer_spec_on_gpus
+    from mrl.parallel import ParallelDims
+
+    folder = tiny.make_model(str(tmp_path), "qwen3_moe", num_experts=32)
+
+    def planned(capability, **keys):
+        config = tiny.role(folder, backend="megatron", dtype="bfloat16", **keys)
+        return layer_spec_on_gpus(config, ParallelDims(), capability)
+
+    assert planned((9, 0)) == "local" and planned((9, 0), layer_spec="te") == "te"
+    assert planned((10, 0)) == planned(None) == planned((9, 0), moe=MoEConfig(grouped_mm=False)) == "te"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from mrl.config.schema import EngineConfig, MoEConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits, versions
 from mrl.ops import devices
@@ -58,7 +59,7 @@ FLASH = te_limits.Gpu((8, 0), Version("2.8.3"), transformer_engine=Version("2.20
 
 
 def spec_for(wanted, dtype=torch.bfloat16):
-    return layer_spec.choose(wanted, DENSE, ONE, dtype=dtype)
+    return layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=dtype)
 
 
 def install(folder, package, files):
@@ -166,12 +167,12 @@ def test_what_transformer_engine_refuses(machine, monkeypatch):
     why = "transformer-engine has attention sinks under cp 2 only where cp divides the heads"
     machine(gpu=True, transformer_engine=WORKS)
     monkeypatch.setattr(te_limits.Gpu, "here", te_limits.Gpu)  # of a generation that is not known
-    chosen = layer_spec.choose("auto", sinks, layout, dtype=torch.bfloat16)
+    chosen = layer_spec.choose(EngineConfig(), sinks, layout, dtype=torch.bfloat16)
     assert str(chosen).startswith(f"engine.layer_spec: local ({why}")
     with pytest.raises(ConfigError, match=f'value "te" does not work here: {why}'):
-        layer_spec.choose("te", sinks, layout, dtype=torch.bfloat16)
+        layer_spec.choose(EngineConfig(layer_spec="te"), sinks, layout, dtype=torch.bfloat16)
     machine(gpu=False)
-    assert f"it is local too: {why}" in str(layer_spec.choose("auto", sinks, layout, dtype=torch.bfloat16))
+    assert f"it is local too: {why}" in str(layer_spec.choose(EngineConfig(), sinks, layout, dtype=torch.bfloat16))
 
 
 def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
@@ -180,14 +181,16 @@ def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
     monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((9, 0)))
     cp = ParallelDims(world_size=2, cp=2)
     for wanted, name in (("auto", "local"), ("te", "te")):
-        slow = layer_spec.choose(wanted, DENSE, ONE, dtype=torch.float32)
+        slow = layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=torch.float32)
         assert slow.name == name and "attention in float32 is the unfused one" in str(slow)
-        assert "unfused" not in str(layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16))
-        assert layer_spec.choose(wanted, DENSE, cp, dtype=torch.bfloat16).name == "te"
-    chosen = layer_spec.choose("auto", DENSE, cp, dtype=torch.float32)
+        assert "unfused" not in str(
+            layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=torch.bfloat16)
+        )
+        assert layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, cp, dtype=torch.bfloat16).name == "te"
+    chosen = layer_spec.choose(EngineConfig(), DENSE, cp, dtype=torch.float32)
     assert str(chosen).startswith("engine.layer_spec: local (transformer-engine has no kernel for attention in float32")
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2"):
-        layer_spec.choose("te", DENSE, cp, dtype=torch.float32)
+        layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, cp, dtype=torch.float32)
 
 
 def test_an_apex_without_its_kernels_is_not_used(machine):
@@ -255,6 +258,7 @@ LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_em
         (LATENT, None, ["A100", "L40S", "RTX 50"], []),
         (SINKS, None, [], ["A100", "L40S"]),
         (LATENT | {"v_head_dim": 256}, None, ["A100", "H100", "B200", "RTX 50"], ["L40S"]),
+        (DENSE | {"num_moe_experts": 32, "moe_ffn_hidden_size": 512}, None, ["A100", "L40S"], ["H100"]),
     ],
 )
 def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeypatch, fields, off, beside, never):
@@ -262,7 +266,7 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
     machine(gpu=False)
     if off is not None:
         monkeypatch.setenv(off, "0")
-    why = layer_spec.choose("auto", fields, ONE, dtype=torch.bfloat16, elsewhere=True).why
+    why = layer_spec.choose(EngineConfig(), fields, ONE, dtype=torch.bfloat16, elsewhere=True).why
     cases = ((beside, "beside flash-attn 2"), (never, "local too"))
     said = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
     assert why == f"torch sees no GPU; with one and transformer-engine it is te ({said})"
@@ -274,19 +278,19 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
         ):
             here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.disabled_switches())
             monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
-            assert (layer_spec.choose("auto", fields, ONE, dtype=torch.bfloat16).name == "te") is is_te, here
+            assert (layer_spec.choose(EngineConfig(), fields, ONE, dtype=torch.bfloat16).name == "te") is is_te, here
 
 
 def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
     machine(gpu=False)
-    chosen = layer_spec.choose("te", DENSE, ONE, dtype=torch.bfloat16, elsewhere=True)
+    chosen = layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, ONE, dtype=torch.bfloat16, elsewhere=True)
     assert chosen.name == "te" and "torch sees no GPU, and a run needs one" in chosen.why
     assert "which one was not tried" in chosen.why and "square" not in chosen.why
-    slow = layer_spec.choose("te", DENSE, ONE, dtype=torch.float32, elsewhere=True)
+    slow = layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, ONE, dtype=torch.float32, elsewhere=True)
     assert "attention in float32 is the unfused one" in slow.why
     sinks, cp3 = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=3, cp=3)
     with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
-        layer_spec.choose("te", sinks, cp3, dtype=torch.bfloat16, elsewhere=True)
+        layer_spec.choose(EngineConfig(layer_spec="te"), sinks, cp3, dtype=torch.bfloat16, elsewhere=True)
     with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
         layer_spec.check_rules(sinks, cp3)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
@@ -319,7 +323,12 @@ def test_a_kernel_of_attention_is_te_or_refused(machine, monkeypatch, attention,
         contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=rf"^engine\.attention: .*{said}")
     )
     with refused:
-        assert layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16, attention=attention).name == "te"
+        assert (
+            layer_spec.choose(
+                EngineConfig(layer_spec=wanted, attention=attention), DENSE, ONE, dtype=torch.bfloat16
+            ).name
+            == "te"
+        )
 
 
 def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, monkeypatch):
@@ -330,6 +339,57 @@ def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, 
     layer_spec.check_rules(DENSE, cp2)
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2 on any GPU"):
         layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)
+
+
+EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_size": 768}
+
+
+@pytest.mark.parametrize(
+    "engine, fields, given, why",
+    [
+        ({}, {}, {}, None),
+        ({}, {"hidden_size": 512, "moe_ffn_hidden_size": 512, "num_moe_experts": 64}, {"dims": ParallelDims(world_size=2, ep=2)}, None),
+        ({"recompute": "selective", "recompute_modules": ("moe",), "moe": MoEConfig(grouped_mm=True)}, {}, {}, None),
+        ({"moe": MoEConfig(grouped_mm=False)}, {}, {}, "are off (engine.moe.grouped_mm)"),
+        ({}, {}, {"lora": True}, "were not measured with adapters"),
+        ({"megatron": {"fp8": "hybrid"}}, {}, {}, "were not measured with engine.megatron.fp8"),
+        ({"megatron": {"moe_expert_capacity_factor": 2.0, "moe_router_fusion": False}}, {}, {}, "with engine.megatron.moe_expert_capacity_factor"),
+        ({"recompute_modules": ("moe_act",)}, {}, {}, "were not measured with engine.recompute_modules moe_act"),
+        ({}, {"add_bias_linear": True}, {}, "are for experts without biases"),
+        ({}, {"window_size": (15, 0)}, {}, "were measured with plain causal attention and cp 1"),
+        ({}, {}, {"dims": ParallelDims(world_size=2, cp=2)}, "were measured with plain causal attention and cp 1"),
+        ({}, {"hidden_size": 2048}, {}, "were not measured for 32 experts of 2048 x 768 on a rank"),
+        ({}, {"moe_ffn_hidden_size": 1536}, {"dims": ParallelDims(world_size=2, tp=2, etp=2)}, None),
+        ({}, {"moe_ffn_hidden_size": 100}, {}, "were not measured for 32 experts of 1024 x 100 on a rank"),
+        ({}, {}, {"dims": ParallelDims(world_size=2, ep=2)}, "were not measured for 16 experts of 1024 x 768 on a rank"),
+        ({}, {}, {"kept": "te"}, "are not what the checkpoint was trained with"),
+    ],
+)  # fmt: skip
+def test_experts_are_local_where_that_was_measured_faster(machine, monkeypatch, engine, fields, given, why):
+    machine(gpu=True, transformer_engine=WORKS)
+    engine, fields, given = EngineConfig(**engine), EXPERTS | fields, {"dims": ONE, "dtype": torch.bfloat16} | given
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        here = te_limits.Gpu(capability, Version("2.8.3"))
+        monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
+        chosen = layer_spec.choose(engine, fields, **given)
+        is_local = capability == (9, 0) and why is None
+        assert chosen.name == ("local" if is_local else "te"), chosen
+        assert ("was measured slower for experts of" in chosen.why) is is_local
+        assert (why is not None and why in chosen.why) is (capability == (9, 0) and why is not None), chosen
+
+
+def test_a_resume_has_the_layers_of_its_checkpoint_where_it_can(machine, monkeypatch):
+    machine(gpu=True, transformer_engine=WORKS)
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: H100)
+
+    def chosen(kept, **keys):
+        return layer_spec.choose(EngineConfig(**keys), DENSE, ONE, dtype=torch.bfloat16, kept=kept).name
+
+    assert chosen("local") == "local" and chosen("local", layer_spec="te") == chosen("local", attention="fused") == "te"
+    assert chosen("local", megatron={"symmetric_ar_type": "two_shot"}) == "te"  # which local layers do not read
+    assert chosen("te", layer_spec="local") == "local"
+    machine(gpu=False)
+    assert chosen("te") == "local"
 
 
 def test_a_build_drops_one_notice_of_megatron_alone(caplog):

@@ -134,6 +134,21 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     assert sum("layer_spec" in line for line in said) == 1
 
 
+def test_a_resume_keeps_its_checkpoints_choices_before_models_are_built(tmp_path):
+    config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path)}), PPOConfig)
+    for checkpoint in ("step_00000004", None):
+        calls = []
+        dispatch = there(
+            keep_choices=calls.append, init_model=lambda calls=calls: calls.append("built") or 1 / 0, engines={}
+        )
+        trainer = trainer_of(
+            PPOTrainer, config=config, dispatch=dispatch, console=there(say=calls.append, doing=lambda what: None)
+        )
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(StartState(checkpoint, 4, ""), None, "")
+        assert calls == [*filter(None, [checkpoint]), "built"]
+
+
 def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     checkpoint = {"best": "reward/mean", "best_is": "lowest"}
     config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)

@@ -70,9 +70,7 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        spec = layer_spec.choose(
-            engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention, elsewhere=True
-        )
+        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model), elsewhere=True)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype, elsewhere=engine.layer_spec)
         return choice_lines(spec, engine, fields)
 
@@ -81,9 +79,13 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         fields, dtype = _check_trained(model, engine, dims, hf_config)
-        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, attention=engine.attention)
+        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model))
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
         fp8.check_here(engine.megatron)
+
+
+def _has_adapters(model: ModelConfig) -> bool:
+    return isinstance(model, TrainedModelConfig) and model.lora is not None
 
 
 def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:

@@ -125,6 +125,12 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
+    def keep_choices(self, chosen: Mapping[str, str]) -> None:
+        kept = chosen.get("layer_spec")
+        if self.config.engine.layer_spec == "auto" and kept not in (None, self.model.spec):
+            self.model = Model(self.config, self.model.dims, kept)
+            self.setup = pipeline.PipelineConfig.of(self.model, self.config)
+
     @installed
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
         """Does what every engine does. read: gives the weights (HF name -> tensor or lazy slice); None: as

@@ -39,8 +39,8 @@ from mrl.engine.megatron.meta_run import (
 )
 from mrl.engine.megatron.scaling import megatron_scale
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, userbuffers
-from mrl.mcore_models.layer_spec import DTYPES, wanted_spec
-from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal, te_warning
+from mrl.mcore_models.layer_spec import DTYPES, takes_te, unmeasured, wanted_spec
+from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal
 from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
 from mrl.weights.families import fields_of
@@ -295,9 +295,10 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
     gpu = Gpu(capability, switched_off=disabled_switches(attention=config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
-    if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None:
-        return "local"
-    return "local" if wanted == "auto" and te_warning(fields, dims, gpu, dtype=dtype) is not None else "te"
+    if wanted == "auto":
+        unlike = unmeasured(config.engine, fields, dims, dtype, lora=config.model.lora is not None)
+        return "te" if takes_te(fields, dims, gpu, dtype=dtype, unlike=unlike) else "local"
+    return "local" if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
 def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Sequence[Any]) -> list[Buffer]:

@@ -41,7 +41,8 @@ from mrl.weights.table import Family
 class Model:
     """Holds the model of one engine. Use it inside `state.installed()` (see groups.py)."""
 
-    def __init__(self, config: RoleConfig, dims: ParallelDims) -> None:
+    def __init__(self, config: RoleConfig, dims: ParallelDims, kept: str | None = None) -> None:
+        """kept: as of `layer_spec.choose`."""
         self.config, self.dims = config, dims
         self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)
@@ -49,12 +50,9 @@ class Model:
         self.mtp = 0 if config.mtp is None else mtp_layers(self.hf, dims, lora=config.model.lora is not None)
         self.mtp_weight = 0.0 if config.mtp is None else config.mtp.loss_weight
         self.detaches_mtp = config.mtp is not None and config.mtp.detach
-        attention = config.engine.attention
-        self.layer_spec = agreed_spec(
-            config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype, attention=attention
-        )
+        self.layer_spec = agreed_spec(config, fields_of(dict(self.hf)), dims, kept)
         # transformer-engine reads them of the whole process, so preflight refuses roles with other attention
-        os.environ |= switches_of(attention)
+        os.environ |= switches_of(config.engine.attention)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
@@ -210,7 +208,7 @@ def offload_activations(chunks: Sequence[Any], engine: EngineConfig) -> Activati
 
 
 def agreed_spec(
-    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, attention: str
+    config: RoleConfig, fields: Mapping[str, Any], dims: ParallelDims, kept: str | None
 ) -> layer_spec.LayerSpec:
     """Returns the layer spec of this rank, the same on all. Arguments: as of `layer_spec.choose`. Collective.
 
@@ -218,8 +216,9 @@ def agreed_spec(
     rank 0. They would train with different kernels, and under context parallelism wait for messages that never come.
     """
     spec, refusal = None, None
+    dtype, lora = layer_spec.DTYPES[config.model.dtype], config.model.lora is not None
     try:
-        spec = layer_spec.choose(wanted, fields, dims, dtype=dtype, attention=attention)
+        spec = layer_spec.choose(config.engine, fields, dims, dtype=dtype, lora=lora, kept=kept)
     except ConfigError as error:
         refusal = error
     name: str = "" if spec is None else spec.name
@@ -239,6 +238,6 @@ def agreed_spec(
         if other != names[0]:
             both = (f"{names[i]} on rank {collective.named_rank(i)} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
             fix = "install the same packages on all hosts, or set local"
-            raise ConfigError(layer_spec.KEY, wanted, f"is {' but '.join(both)}", fix)
+            raise ConfigError(layer_spec.KEY, config.engine.layer_spec, f"is {' but '.join(both)}", fix)
     assert spec is not None
     return spec
