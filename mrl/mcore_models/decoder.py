@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mrl.kernels import layers as kernels
 from mrl.kernels import operators
-from mrl.mcore_models import elementwise
+from mrl.mcore_models import dispatch, elementwise, grouped
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.delta_net import GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention
@@ -101,8 +101,9 @@ class Decoder:
         """Returns hidden states [T, N] of tokens [T], normed on the last stage. hidden: [T, N] from the stage before;
         None on the first.
 
-        fixed: the kernels depend on the shapes of tokens and cache alone, and the host reads no tensor. So every expert
-        computes every token, and experts that the router did not choose count nothing.
+        fixed: the kernels depend on the shapes of tokens and cache alone, and the host reads no tensor. If one rank has
+        all experts, grouped products are such kernels. Otherwise every expert computes every token, and experts that
+        the router did not choose count nothing.
         """
         x = self._embedded(tokens) if hidden is None else hidden
         cos_sin = self._cos_sin(step.positions, self.rotary_dtype or x.dtype)
@@ -273,6 +274,7 @@ class _Experts:
         self.holders = groups.tp_ep  # ranks that have a part of the experts each
         self.here = slice(mlp.local_expert_indices[0], mlp.local_expert_indices[-1] + 1)
         experts = mlp.experts
+        self.counts_stay = hasattr(experts, "grouped_weights") and dispatch.is_of_one_rank(mlp.token_dispatcher)
         # of each, the weight and bias of both linears
         if hasattr(experts, "local_experts"):
             pairs = [(one.linear_fc1, one.linear_fc2) for one in experts.local_experts]
@@ -286,8 +288,8 @@ class _Experts:
 
     def __call__(self, x: Tensor, fixed: bool) -> Tensor:
         """Returns [T, N] of x [T, N]."""
-        if not fixed:
-            # megatron's own, which reads on the host how many tokens each expert gets
+        if not fixed or self.counts_stay and grouped.works_on_device(x):
+            # megatron's own, which otherwise reads on the host how many tokens each expert gets
             return self._of_parts(lambda part: self.mlp(part)[0], x)
         probs_TE, _ = self.mlp.router(x[:, None])  # 0 where an expert was not chosen
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -30,6 +30,7 @@ from torch import Tensor
 from mrl import patches
 from mrl.mcore_models import dispatch
 from mrl.mcore_models.layout import ALIGNMENT
+from mrl.ops import devices
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has the kernel (H100, B200), of bfloat16. Otherwise it takes expert after
@@ -44,7 +45,16 @@ def is_chosen(wanted: bool | str, spec: str, dtype: torch.dtype, capability: tup
     """
     if wanted != "auto":
         return bool(wanted)
-    return spec == "local" and dtype == torch.bfloat16 and capability is not None and capability[0] in CAPABILITIES
+    return spec == "local" and _has_kernel(dtype, capability)
+
+
+def _has_kernel(dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    return dtype == torch.bfloat16 and capability is not None and capability[0] in CAPABILITIES
+
+
+def works_on_device(x: Tensor) -> bool:
+    """Returns whether a product of x waits for no host, so a CUDA graph takes it."""
+    return x.is_cpu or _has_kernel(x.dtype, devices.capability())
 
 
 def install(chunks: Iterable[torch.nn.Module]) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from mrl.config.schema import MoEConfig, RoleConfig
-from mrl.mcore_models import grouped
-from tests.engine import overlap, parity, te_like
+from mrl.mcore_models import decoder, grouped
+from tests.engine import generation, overlap, parity, te_like
+from tests.engine.contract import make_engine
 
 
 def with_key(config: RoleConfig) -> RoleConfig:
@@ -47,3 +51,44 @@ def overlapped(config: RoleConfig) -> dict[str, float]:
         found = overlap.compare(with_key(config))
     assert count[0], "no product was grouped"
     return found
+
+
+def decodes_in_fixed_shapes(config: RoleConfig) -> dict[str, float]:
+    """Holds layers of experts of a decoding step, by grouped products of one rank, to every expert on every token.
+
+    Batches are odd. Rows beyond the last sequence hold zeros or no numbers, and all rows may have the same experts.
+    """
+    engine = make_engine(with_key(config))
+    [chunk] = engine.model.chunks
+    layers = [layer.experts for layer in decoder.Decoder(chunk).layers if layer.experts is not None]
+    found = {"layers": float(len(layers)), "worst": 0.0, "idle": 0.0}
+    for layer in layers:
+        assert layer.counts_stay, "the layer's experts are not grouped"
+        for rows, alike in ((1, False), (3, False), (17, False), (17, True), (0, False)):
+            real = torch.randn(rows, engine.model.hf["hidden_size"], generator=torch.Generator().manual_seed(rows))
+            if alike:
+                real[:] = real[:1].clone()
+            for beyond in (0.0, math.nan):
+                x = torch.cat([real, torch.full((2, real.shape[1]), beyond)])
+                with torch.no_grad(), counted() as count:
+                    with mock.patch.object(layer, "counts_stay", False):
+                        expected = layer(x, True)
+                    assert not count[0], "every expert is to compute every token"
+                    got = layer(x, True)
+                    assert count[0] == 2 and got.shape == x.shape
+                    idle = layer.mlp.router(x[:rows, None])[1].sum(0) == 0 if rows else torch.zeros(1)
+                found["idle"] = max(found["idle"], float(idle.sum()))
+                torch.testing.assert_close(got[:rows], expected[:rows], rtol=2e-6, atol=2e-6)
+    return found
+
+
+def samples_in_fixed_shapes(config: RoleConfig) -> None:
+    """Completions of steps in fixed shapes are those of other steps, and of a model without the key."""
+    engines = [make_engine(of) for of in (config, with_key(config))]
+    requests = generation.sampled_requests()
+    expected = engines[0].generate(requests)
+    every = mock.patch.object(decoder._Experts, "_activated", side_effect=AssertionError("every expert computed"))
+    with counted() as count, every:
+        found = engines[1].generate(requests, cuda_graphs=True)
+    assert count[0], "no product was grouped"
+    generation.assert_alike(found, expected)

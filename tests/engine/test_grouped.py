@@ -129,6 +129,25 @@ def test_weights_that_leave_the_device_come_back(folder):
     assert_same_state(steps_of(stays), steps_of(moves), "steps")
 
 
+@pytest.mark.parametrize("family", in_tiers(["qwen2_moe"], ["deepseek_v3"], ["qwen2_moe", "deepseek_v3", "olmoe"]))
+def test_decoding_in_fixed_shapes(tmp_path, family):
+    """What a CUDA graph captures: experts that get tokens alone, of sequences whose number is odd."""
+    config = tiny.role(tiny.make_model(str(tmp_path / "model"), family), backend="megatron", optimizer=None)
+    found = run_case(1, "tests.engine.grouped:decodes_in_fixed_shapes", config=config)
+    assert found["layers"] and found["idle"], found
+    run_case(1, "tests.engine.grouped:samples_in_fixed_shapes", config=config)
+
+
+@pytest.mark.parametrize("dtype, capability, works", [
+    (torch.bfloat16, (9, 0), True), (torch.bfloat16, (8, 0), False), (torch.float32, (9, 0), False), (torch.bfloat16, None, False),
+])  # fmt: skip
+def test_what_asks_the_host_is_not_captured(monkeypatch, dtype, capability, works):
+    """torch takes expert after expert where it has no kernel."""
+    monkeypatch.setattr(grouped.devices, "capability", lambda: capability)
+    assert grouped.works_on_device(torch.empty(2, dtype=dtype, device="meta")) is works
+    assert grouped.works_on_device(torch.empty(2, dtype=dtype))
+
+
 def test_frozen_weights_get_no_gradient(folder):
     lora = LoraConfig(rank=4, alpha=6.0, target_modules=("q_proj", "v_proj"))
     engine = grouped_engine(folder, model={"lora": lora})
