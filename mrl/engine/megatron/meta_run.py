@@ -108,7 +108,7 @@ def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     q, k, v = args[first : first + 3]
     if q.dim() == 3:  # packed: what is computed depends on lengths that shapes do not tell; as if all were equal
-        pairs = q.shape[0] ** 2 / (named["places"].shape[0] - 1) / 2
+        pairs = q.shape[0] ** 2 / (named["cu_seqlens"].shape[0] - 1) / 2
         return products * pairs * q.shape[1] * (q.shape[-1] + v.shape[-1])
     heads, queries = (q.shape[1], q.shape[2]) if heads_first else (q.shape[2], q.shape[1])
     keys = k.shape[2] if heads_first else k.shape[1]
