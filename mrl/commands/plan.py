@@ -11,7 +11,8 @@ EXAMPLES = """
     mrl plan sft.yaml --world-size 64
     mrl plan sft.yaml engine.parallel.tp=4 engine.parallel.pp=4 --world-size 64 --gpu h200
     mrl plan grpo.yaml --world-size 8 --gpu a100-80gb --json
-    mrl plan sft.yaml --world-size 32 --suggest"""
+    mrl plan sft.yaml --world-size 32 --suggest
+    mrl plan sft.yaml --world-size 64 --calibrate"""
 
 
 def _run(config_path: str, overrides: Sequence[str], **options: Any) -> int | None:
@@ -42,6 +43,7 @@ COMMAND = Command(
         Option(names="--efficiency", metavar="SHARE", help="Share of the GPU's peak that products reach; else 0.5."),
         Option(names="--reserve", metavar="GIB", help="Memory for CUDA, NCCL and the allocator; 4 if not given."),
         Option(names="--json", into="as_json", kind="flag", help="Print everything as JSON."),
+        Option(names="--calibrate", kind="flag", help="Time each stage on this machine, beside the estimate."),
         Option(names="--suggest", kind="flag", help="Search layouts for these GPUs, and rank those that fit by time."),
     ),
 )  # fmt: skip

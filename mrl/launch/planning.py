@@ -29,6 +29,7 @@ if typing.TYPE_CHECKING:
 
 
 _Result = typing.TypeVar("_Result")
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 GPU_VARIABLE = "MRL_PLAN_GPU"
 """A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
@@ -39,6 +40,7 @@ def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list
 
     options: those of `_planned`.
     """
+    options["visible"] = os.environ.get(_GPUS)
     if _plans_here():
         return _planned(path, overrides, **options)
     return _in_own_process(functools.partial(_planned, path, tuple(overrides), **options))
@@ -50,28 +52,40 @@ def _plans_here() -> bool:
     return devices is not None and devices.device() == devices.META
 
 
-def _in_own_process(function: Callable[..., _Result], *given: Any, hides_gpus: bool = True) -> _Result:
-    """Calls a function that plans. Its process makes no models for anything else, and believes in no GPU; this one
-    stays as it is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
-    initializer = _hide_gpus if hides_gpus else None
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=initializer) as pool:
+def _in_own_process(function: Callable[..., _Result], *given: Any, visible: str | None = "") -> _Result:
+    """Calls a function in a process that makes models for nothing else, and sees `visible` GPUs; this one stays as it
+    is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_see_gpus, initargs=(visible,)) as pool:
         return pool.submit(function, *given).result()
 
 
-def _hide_gpus() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs: megatron would use one
+def _see_gpus(visible: str | None) -> None:
+    """Sets the GPUs before torch looks for them, because megatron would use one. None: as there are."""
+    os.environ.pop(_GPUS, None)
+    os.environ |= {} if visible is None else {_GPUS: visible}
+
+
+def _timed(*given: Any) -> Any:
+    """Times a stage, in a process that does nothing else."""
+    with preflight.quiet():
+        from mrl.plan import calibrating
+
+        return calibrating.time_here(*given)
 
 
 def _planned(
     path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
-    as_json: bool, suggest: bool,
+    as_json: bool, suggest: bool, calibrate: bool, visible: str | None,
 ) -> tuple[bool, list[str]]:  # fmt: skip
-    """Does the same as `run`. From now on this process plans."""
+    """Does the same as `run`. From now on this process plans. visible: GPUs of a process that times."""
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
     share = _number("--efficiency", efficiency, 0.5, 1)
     reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
+    if suggest and calibrate:
+        raise UserError("--calibrate", why="times one layout", fix="leave --suggest out, and give a layout it found")
     command = command_of_yaml(read_yaml(path))
     known: KnownChunks = {}
     notes: list[str] = []
@@ -94,10 +108,18 @@ def _planned(
         if suggest:
             config = load_config(path, overrides, command.root)
             return _suggest(command, config, plan_of, world_size, card, reserved, as_json, watch.detail)
-        made = plan_of()
-    told = planner.as_json(made)
-    told["notes"] += notes
-    return made.fits, [json.dumps(told, indent=1)] if as_json else [*show.lines(made), *notes]
+        made, timed = plan_of(), []
+        if calibrate:
+            from mrl.plan import calibrating
+
+            time_stage = functools.partial(_in_own_process, _timed, visible=visible)
+            timed = calibrating.calibrate(made, share, time_stage, watch.detail)
+    if as_json:
+        told = planner.as_json(made)
+        told["notes"] += notes
+        told |= {"calibration": calibrating.as_json(timed)} if calibrate else {}
+        return made.fits, [json.dumps(told, indent=1)]
+    return made.fits, [*show.lines(made), *notes, *(line for one in timed for line in calibrating.lines(made, one))]
 
 
 def _suggest(
@@ -161,7 +183,7 @@ def resolve_auto(
     if GPU_VARIABLE in os.environ:
         cards = [gpu_of(os.environ[GPU_VARIABLE], GPU_VARIABLE)]
     elif "cpu" not in preflight.devices(command, config):
-        cards = _in_own_process(gpus, hides_gpus=False)
+        cards = _in_own_process(gpus, visible=os.environ.get(_GPUS))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         sharing = math.ceil(here / max(1, len(cards)))  # ranks that torchrun puts on a GPU
     if not cards:

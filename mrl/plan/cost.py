@@ -16,6 +16,7 @@ from typing import Literal
 
 from mrl.engine.megatron.meta import RankFigures
 from mrl.engine.megatron.meta_run import Traffic
+from mrl.engine.megatron.stage_times import StageTimes
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.gpus import GPU
@@ -88,11 +89,23 @@ def hop_of(dims: ParallelDims, stage: int, gpu: GPU) -> Link:
     return "network" if away else "node"
 
 
+def estimated_times(stages: Sequence[RankFigures], gpu: GPU, efficiency: float) -> list[StageTimes]:
+    """Returns the times of the stages by their FLOPs and bytes. efficiency: the share of the GPU's peak."""
+    rate = gpu.flops * efficiency
+    return [
+        StageTimes(
+            tuple(c.forward_flops / rate for c in stage.chunks), tuple(c.backward_flops / rate for c in stage.chunks),
+            _updated_bytes(stage) / gpu.memory_rate,
+        )
+        for stage in stages
+    ]  # fmt: skip
+
+
 def cost(
-    plan: RolePlan, stages: Sequence[RankFigures], batches: MicroBatches, gpu: GPU, *, steps: int, efficiency: float,
-    forward_only: bool = False,
+    plan: RolePlan, stages: Sequence[RankFigures], batches: MicroBatches, gpu: GPU, *, steps: int,
+    times: Sequence[StageTimes], forward_only: bool = False,
 ) -> Cost:  # fmt: skip
-    """Returns the cost of `steps` mini-batches of a role."""
+    """Returns the cost of `steps` mini-batches of a role. times: of the stages, estimated or measured."""
     dims = plan.dims
 
     rates = {"node": gpu.link, "network": gpu.network}
@@ -100,12 +113,17 @@ def cost(
     def rate(group: str) -> float:
         return rates[link_of(dims, group, gpu)]
 
-    def seconds(flops: float, traffic: Iterable[Traffic]) -> float:
-        sent = sum(moved_bytes(one.op, one.ranks, one.bytes) / rate(one.group) for one in traffic)
-        return flops / (gpu.flops * efficiency) + sent
+    def sent(traffic: Iterable[Traffic]) -> float:
+        return sum(moved_bytes(one.op, one.ranks, one.bytes) / rate(one.group) for one in traffic)
 
-    forward = [[seconds(c.forward_flops, c.forward_traffic) for c in stage.chunks] for stage in stages]
-    backward = [[seconds(c.backward_flops, c.backward_traffic) for c in stage.chunks] for stage in stages]
+    forward = [
+        [t + sent(c.forward_traffic) for t, c in zip(own.forward, stage.chunks, strict=True)]
+        for own, stage in zip(times, stages, strict=True)
+    ]
+    backward = [
+        [t + sent(c.backward_traffic) for t, c in zip(own.backward, stage.chunks, strict=True)]
+        for own, stage in zip(times, stages, strict=True)
+    ]
     send = [[c.sent / rates[hop_of(dims, i, gpu)] for c in stage.chunks] for i, stage in enumerate(stages)]
     line = schedule.timeline(forward, backward, micro_batches=batches.count, forward_only=forward_only, send=send)
     even = [[1.0] * dims.vpp for _ in stages]
@@ -115,11 +133,11 @@ def cost(
     gradients_s = sum(m.bytes / rate(m.group) for m in moved if m.group in ("dp", "edp", TIED))
     busiest = max(stages, key=lambda s: sum(c.forward_flops + c.backward_flops for c in s.chunks))
     flops = sum(c.forward_flops + (0 if forward_only else c.backward_flops) for c in busiest.chunks)
-    updated = max(map(_updated_bytes, stages))
+    optimizer_s = 0.0 if forward_only else max(own.optimizer for own in times)
     return Cost(
         moved=tuple(moved), bubble=line.bubble, even_bubble=plain.bubble, flops=flops * batches.count * steps,
         pipeline_s=line.makespan * steps, gradients_s=gradients_s,
-        optimizer_s=0.0 if forward_only else updated / gpu.memory_rate * steps,
+        optimizer_s=optimizer_s * steps,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def plan_role(
                 frozen = dataclasses.replace(config, optimizer=None)
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=_ids(phase, config))
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
-            layers = dataclasses.replace(config, optimizer=None, head="value", engine=_as_it_decodes(config))
+            layers = dataclasses.replace(config, optimizer=None, head="value", engine=without_userbuffers(config))
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
@@ -121,8 +121,8 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, moe=moe))
 
 
-def _as_it_decodes(config: RoleConfig) -> EngineConfig:
-    """Returns the engine without userbuffers, because decoding pads no prompts to their size."""
+def without_userbuffers(config: RoleConfig) -> EngineConfig:
+    """Returns the engine as it decodes, because prompts are not padded to their size, or on one rank."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
     return dataclasses.replace(config.engine, megatron=megatron_options)
 

@@ -15,7 +15,7 @@ from mrl.engine.megatron.checks import num_experts
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.plan import memory
-from mrl.plan.cost import Cost, cost
+from mrl.plan.cost import Cost, cost, estimated_times
 from mrl.plan.gpus import GPU
 from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.trainers.throughput import adapter_weights, training_flops
@@ -114,8 +114,9 @@ def plan(
         if role.config.engine.backend == "fsdp":
             continue
         trains = phase.kind == "train"
+        stages = role.trains if trains else role.forward
         costs[phase.name] = cost(
-            role, role.trains if trains else role.forward, found, gpu, steps=phase.steps, efficiency=efficiency,
+            role, stages, found, gpu, steps=phase.steps, times=estimated_times(stages, gpu, efficiency),
             forward_only=not trains,
         )  # fmt: skip
     return Plan(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class RandomWeights:
     """Replaces a weights file: every tensor is a function of (seed, name), so any layout starts from the same model.
@@ -16,8 +18,11 @@ class RandomWeights:
     transformers (Qwen3_5PreTrainedModel._init_weights, 5.23). Other norms of such models have the factor 1 + weight.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, std: float) -> None:
-        self.shapes, self.seed, self.std = shapes, seed, std
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, std: float, device: torch.device = CPU
+    ) -> None:
+        """device: that draws. Numbers differ between CPUs and GPUs."""
+        self.shapes, self.seed, self.std, self.device = shapes, seed, std, device
         self.centered = any(name.endswith(".A_log") for name in shapes)
 
     def __call__(self, name: str) -> Tensor:
@@ -28,9 +33,10 @@ class RandomWeights:
             centered = self.centered and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
             return torch.zeros(shape) if centered else torch.ones(shape)
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        drawn = {"generator": generator, "device": self.device}
         if name.endswith(".A_log"):
-            return torch.rand(shape, generator=generator).mul_(15.99).add_(0.01).log_()
+            return torch.rand(shape, **drawn).mul_(15.99).add_(0.01).log_()
         if name.endswith("linear_attn.conv1d.weight"):
-            return (2 * torch.rand(shape, generator=generator) - 1) * shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator) * self.std
+            return (2 * torch.rand(shape, **drawn) - 1) * shape[-1] ** -0.5
+        return torch.randn(shape, **drawn) * self.std

@@ -187,3 +187,24 @@ def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, 
             figures = meta.measure(role, dims, stage * (case.world // case.pp), ())
             found.append((figures.parameters, figures.fp8_copies))
     return found
+
+
+def calibrated(case: Case, seconds: dict[int, tuple]) -> list:
+    """What is said of an update of two micro-batches whose stages take so long: stage -> (forward, backward, optimizer)."""
+    from mrl.config.command import record
+    from mrl.config.load import from_dict
+    from mrl.engine.megatron.stage_times import StageTimes
+    from mrl.launch.planning import read_parts
+    from mrl.plan import calibrating, planner
+    from mrl.plan.gpus import gpu_of
+
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    engine = {"parallel": {"pp": case.pp, "vpp": case.vpp}, "micro_batch": {"size": 1}}
+    config = from_dict({
+        "output_dir": "run", "model": {"path": str(folder)}, "engine": engine, "data": {"train": "none", "max_length": 64},
+        "train": {"steps": 1, "global_batch_size": 2 * case.world // case.pp},
+    })  # fmt: skip
+    command = record("sft")
+    made = planner.plan(command, config, *read_parts(command, config, case.world), gpu_of("h200"))
+    run = lambda config, dims, rank, *_: (StageTimes(*seconds[dims.coordinates(rank).pp_rank]), "here")  # noqa: E731
+    return calibrating.calibrate(made, planner.EFFICIENCY, run, lambda how_far: None)

@@ -120,6 +120,16 @@ def test_a_folder_of_text_and_more_is_planned_by_its_text_part(plan, backend):
         (["none.yaml"], "the config file does not exist"),
         (["sft.yaml", "model.path=nowhere/x/y"], "model.path"),
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--suggest"], "has no layouts to search"),
+        (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--calibrate"], "has no stages to time"),
+        (["sft.yaml", "--suggest", "--calibrate"], "--calibrate: times one layout; leave --suggest out"),
+        (
+            ["sft.yaml", "model.path=tiny", "engine={device: cuda}", "-n", "1", "--calibrate"],
+            "needs a GPU",
+        ),
+        (
+            ["sft.yaml", "model.path=tiny", "teacher={model: {path: tiny}, top_k: 8}", "--calibrate"],
+            "--calibrate: does not time an update that learns from a teacher",
+        ),
     ],
 )
 def test_bad_input_is_one_line(plan, words, message):

@@ -10,7 +10,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_run import Traffic
 from mrl.parallel import ParallelDims
-from mrl.plan.cost import TIED, cost, hop_of, link_of, moved_bytes
+from mrl.plan.cost import TIED, cost, estimated_times, hop_of, link_of, moved_bytes
 from mrl.plan.gpus import gpu_of
 from mrl.plan.memory import MicroBatches, RolePlan
 
@@ -40,7 +40,7 @@ def stage(number: int, flops: float = 1e12) -> RankFigures:
 def found():
     stages = (stage(0), stage(1))
     plan = RolePlan("", "m", RoleConfig, DIMS, stages, ())
-    return cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, efficiency=0.5)
+    return cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, times=estimated_times(stages, GPU, 0.5))
 
 
 def test_what_is_sent(found):
@@ -96,7 +96,7 @@ def test_stages_in_one_node_send_over_its_links():
         dims = ParallelDims(16, pp=pp)
         stages = [dataclasses.replace(stage(i % 2), chunks=(FREE,), grad_buffers=()) for i in range(pp)]
         return cost(RolePlan("", "m", RoleConfig, dims, (), ()), stages, MicroBatches((8,), 1), GPU, steps=1,
-                    efficiency=1, forward_only=True).pipeline_s  # fmt: skip
+                    times=estimated_times(stages, GPU, 1), forward_only=True).pipeline_s  # fmt: skip
 
     assert seconds(8) == pytest.approx(6 * 0.01 + 0.1)  # 1 GB by seven hops, one of them to the other node
     assert seconds(2) == pytest.approx(0.1)
@@ -107,5 +107,5 @@ def test_the_optimizer_writes_an_fp32_parameter_once():
         dataclasses.replace(stage(i), grad_buffers=(Buffer(False, 4, 10**9, 4, (250_000_000,) * 4),)) for i in range(2)
     ]
     plan = RolePlan("", "m", RoleConfig, DIMS, tuple(stages), ())
-    took = cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, efficiency=0.5).optimizer_s
+    took = cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, times=estimated_times(stages, GPU, 0.5)).optimizer_s
     assert took == pytest.approx(2 * 250e6 * 28 / 1e12)

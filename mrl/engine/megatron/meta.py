@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from mrl import patches
-from mrl.batch import make_batch
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron.buckets import ranges_of_ranks
+from mrl.engine.megatron.chunk_run import ChunkRun
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_ids import DistillIds
 from mrl.engine.megatron.meta_run import (
@@ -37,7 +37,6 @@ from mrl.engine.megatron.meta_run import (
     keep_mode_in_backward,
     norms_of,
 )
-from mrl.engine.megatron.scaling import megatron_scale
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, takes_te, unmeasured, wanted_spec
 from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal
@@ -326,28 +325,18 @@ def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Seq
     return described
 
 
-class _MeasuredRun:
-    """Runs one micro-batch through chunks of a model."""
+class _MeasuredRun(ChunkRun):
+    """Measures one micro-batch in chunks of a model."""
 
     def __init__(
         self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str,
         ids: DistillIds | None,
     ) -> None:  # fmt: skip
-        from mrl.engine.megatron import pipeline
-
-        self.dims, self.model, self.trains = dims, model, config.optimizer is not None
-        self.setup = pipeline.PipelineConfig.of(model, config)
-        tokens = [[0] * (n + 1) for n in lengths]  # the last one is only a label
-        self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
-        self.ctx: dict[str, Any] = {"temperature": 1.0, "entropy": entropy}
-        self.ids = ids
-        self.ctx |= {} if ids is None else ids.ctx
+        super().__init__(config, model, lengths, entropy, ids)
         self.groups = _kinds_of_groups(dims)
 
     def measure(self, chunk: Any, inner: Any, plan: Any) -> ChunkFigures:
         from megatron.core import parallel_state
-
-        from mrl.engine.megatron import pipeline
 
         buffers = parallel_state.get_global_memory_buffer().buffer
         buffers.clear()  # GlobalMemoryBuffer keeps the first pass's buffer for all others, so it is counted apart
@@ -357,29 +346,17 @@ class _MeasuredRun:
 
         experts = EvenExperts(lambda values: torch.tensor(values, device="cpu"), waited=lambda _: None)
         undo = experts.install()
-        self.model.transformer.grad_scale_func = megatron_scale(1.0)
         chunk.train(self.trains)
         grad = contextlib.nullcontext() if self.trains else torch.no_grad()
         try:
             with grad, GPUKernelChoice(experts), CostCounter(self.groups) as watch:
-                micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
+                micro_batch = self.micro_batch()
                 given = 0 if self.ids is None else self.ids.add_to_inputs(micro_batch)
-                ins = micro_batch.inputs
-                rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
                 begun = watch.alive
-                if not plan.has_embedding:
-                    shape, dtype = (rows, 1, self.model.hf["hidden_size"]), self.model.dtype
-                    hidden = torch.empty(shape, dtype=dtype, device=devices.META, requires_grad=self.trains)
-                    inner.set_input_tensor(hidden)
-                    del hidden
-                output, loss = pipeline._forward_step(
-                    iter([micro_batch]), chunk, setup=self.setup, call=self._call(), count=1
-                )
-                if plan.has_output:
-                    output = loss(output)[0]
+                output = self.forward(micro_batch, chunk, inner, self.hidden(micro_batch, inner))
                 kept = begun + shared()
                 saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.take_counts()
-                sent = 0 if plan.has_output else rows * self.model.hf["hidden_size"] * self.model.dtype.itemsize
+                sent = 0 if plan.has_output else output.nbytes
                 distilled = () if self.ids is None else (given, *self.ids.kept(micro_batch))
                 backward: tuple[float, tuple[Traffic, ...]] = (0.0, ())
                 backward_peak = 0
@@ -395,19 +372,6 @@ class _MeasuredRun:
                 )  # fmt: skip
         finally:
             undo()
-
-    def _call(self) -> Any:
-        from mrl.engine.megatron import pipeline
-
-        def total(data: Any, predictions: Any, ctx: Any) -> Any:
-            name = "values" if "values" in predictions else "log_probs"
-            if self.ids is not None and self.ids.loss is not None:
-                loss, _ = self.ids.loss(data, predictions, ctx)
-            else:
-                loss = (predictions[name] * data.loss_mask).sum()
-            return (loss + predictions["entropy"].sum() if self.ctx["entropy"] == "differentiable" else loss), ctx
-
-        return pipeline.StepConfig(total if self.trains else None, 1.0, 1.0, not self.trains, None)
 
 
 def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
