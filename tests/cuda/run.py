@@ -130,3 +130,20 @@ def _moved(made: Any, move: Any) -> Any:
         elif isinstance(value, tuple) and all(map(dataclasses.is_dataclass, value)):
             changes[id(value)] = tuple(_moved(part, move) for part in value)
     return dataclasses.replace(made, **{name: changes[id(v)] for name, v in found.items() if id(v) in changes})
+
+
+def time_stage(case: Case) -> Any:
+    """Times a rank as `mrl plan --calibrate` does on a GPU. Returns what it says, and the host's waits."""
+    from mrl.engine.megatron import chunk_run, inputs, stage_times
+    from mrl.parallel import ParallelDims
+    from mrl.weights.random_weights import RandomWeights
+    from tests.cuda import update
+
+    config = update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))
+    inputs.prepare = made_on_the_device(inputs.prepare)
+    chunk_run.make_batch = on_real_tensors(chunk_run.make_batch)
+    # no generator of a GPU can be made here
+    stage_times.RandomWeights = lambda shapes, seed, std, device: RandomWeights(shapes, seed=seed, std=std)
+    dims = ParallelDims(case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, sp=config.engine.parallel.sequence_parallel)
+    with fake.Fake(_Given(case)) as watched:
+        return stage_times.time_stage(config, dims, case.rank, case.lengths, "none"), watched.syncs

@@ -214,3 +214,12 @@ def test_a_prompts_memory_is_bounded(worker, options, most):
     """A prompt's attention takes memory in proportion to its length, after tokens that the cache has. most: GiB. Scores written out would be 8 GiB of bf16 after 28,672 tokens, a few times over."""
     found = {old: worker.call("tests.cuda.generation:peak", PREFILL, old, **options) for old in (0, 28672)}
     assert max(found.values()) < most * 2**30, {old: f"{bytes / 2**30:.2f} GiB" for old, bytes in found.items()}
+
+
+def test_a_stage_is_timed_on_a_gpu_by_its_own_clock(worker):
+    """`mrl plan --calibrate`: the host waits once for each chunk and once for the steps, and in no pass."""
+    case = Case(DENSE, world=8, rank=4, tp=2, pp=2, vpp=2, changes=NARROW)
+    (times, where), waits = worker.call("tests.cuda.run:time_stage", case)
+    assert len(times.forward) == len(times.backward) == 2 and where == "NVIDIA H100 80GB HBM3, layers of local"
+    assert [n for line, n in waits.items() if "stage_times.py" in line] == [3]
+    assert not [line for line in waits if "_loss" in line or "pipeline.py" in line or "layers.py forward" in line]

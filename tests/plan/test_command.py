@@ -123,10 +123,6 @@ def test_a_folder_of_text_and_more_is_planned_by_its_text_part(plan, backend):
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--calibrate"], "has no stages to time"),
         (["sft.yaml", "--suggest", "--calibrate"], "--calibrate: times one layout; leave --suggest out"),
         (
-            ["sft.yaml", "model.path=tiny", "engine={device: cuda}", "-n", "1", "--calibrate"],
-            "needs a GPU",
-        ),
-        (
             ["sft.yaml", "model.path=tiny", "teacher={model: {path: tiny}, top_k: 8}", "--calibrate"],
             "--calibrate: does not time an update that learns from a teacher",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ class ChunkRun:
 
         self.dims, self.model, self.trains = model.dims, model, config.optimizer is not None
         self.setup = pipeline.PipelineConfig.of(model, config)
-        # the last token is only a label; equal ones would all be one row of the embedding's gradient
-        tokens = [torch.randint(model.hf["vocab_size"], (n + 1,)).tolist() for n in lengths]
+        # the last token is only a label; equal ones would all add to one row of the embedding's gradient
+        draw = random.Random(0)
+        tokens = [draw.choices(range(model.hf["vocab_size"]), k=n + 1) for n in lengths]
         self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
         self.ctx: dict[str, Any] = {"temperature": 1.0, "entropy": entropy}
         self.ids = ids
