@@ -24,6 +24,7 @@ from mrl.parallel import ParallelDims
 from mrl.weights.random_weights import RandomWeights
 from mrl.weights.rules import expected_hf_names
 from mrl.weights.stacks import unstacking_read
+from mrl.words import pluralize
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
@@ -76,7 +77,7 @@ def time_stage(
             engine.optimizer_step()
 
         on_gpu = engine.device.type == "cuda"
-        where = torch.cuda.get_device_name() if on_gpu else f"the CPU with {torch.get_num_threads()} threads"
+        where = torch.cuda.get_device_name() if on_gpu else f"the CPU with {pluralize(torch.get_num_threads(), 'thread')}"
         return StageTimes(forward, backward, _medians(step)[0]), f"{where}, layers of {model.spec}"
 
 
