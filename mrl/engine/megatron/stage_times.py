@@ -76,8 +76,8 @@ def time_stage(
             engine.optimizer_zero_grad()  # so every norm is finite, and no step is skipped
             engine.optimizer_step()
 
-        on_gpu = engine.device.type == "cuda"
-        where = torch.cuda.get_device_name() if on_gpu else f"the CPU with {pluralize(torch.get_num_threads(), 'thread')}"
+        threads = pluralize(torch.get_num_threads(), "thread")
+        where = torch.cuda.get_device_name() if devices.has_gpu() else f"the CPU with {threads}"
         return StageTimes(forward, backward, _medians(step)[0]), f"{where}, layers of {model.spec}"
 
 
