@@ -47,10 +47,10 @@ def test_channels_that_do_not_turn(worker):
 
 
 def test_latent_attention(worker):
-    """Its norms and MLPs. Its few channels turn by torch's operators."""
+    """Its norms and MLPs, and the few channels of queries and keys that turn, in one kernel a layer."""
     changes = fewer_experts(LATENT, 16) | {"first_k_dense_replace": 1}
     found = counted(worker, LATENT, changes=changes)
-    assert found["rms_norm"] == 2 * 4 + 1 and "rotary" not in found
+    assert (found["rms_norm"], found["rotary"]) == (2 * 4 + 1, 2 * 2)
 
 
 def test_gated_attention_and_delta_nets(worker):
