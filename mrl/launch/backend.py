@@ -113,8 +113,9 @@ def why_native(
 
     if not devices.has_gpu():
         return "torch sees no GPU", False
-    if (version := (installed() or "").partition("+")[0]) not in vllm_start.RAN_ON_GPUS:
-        which = f"vLLM {version}, which is here, has not" if vllm_start.RAN_ON_GPUS else "no version of vLLM has"
+    version, ran = installed(), vllm_start.RAN_ON_GPUS
+    if not ran or version is not None and version.partition("+")[0] not in ran:
+        which = f"the vLLM here, {version or 'of an unknown version'}, has not" if ran else "no version of vLLM has"
         return f"{which} run to its end on a GPU yet; {KEY}=vllm takes it", False
     actor = next(part for part in parts if part.role == "actor")
     arguments = engine_arguments(

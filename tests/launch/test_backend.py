@@ -83,12 +83,14 @@ def test_so_do_the_processes_if_the_user_has_said_how_many(folder, on_gpu, fixed
     "ran, version, words",
     [
         ((), "0.32.0", "no version of vLLM has run to its end on a GPU yet; rollout.backend=vllm takes it"),
-        (("0.32.0",), "0.26.0", "vLLM 0.26.0, which is here, has not run to its end on a GPU yet"),
+        (("0.32.0",), "0.26.0", "the vLLM here, 0.26.0, has not run to its end on a GPU yet"),
+        (("0.32.0",), "none", "needs vLLM beside mrl, and it is not installed"),
         (("0.32.0",), "0.32.0+cu130", "cannot be imported (ImportError: libcudart.so.13 is not there)"),
     ],
 )
 def test_so_does_what_is_installed_on_this_one(folder, on_gpu, monkeypatch, ran, version, words):
-    install(monkeypatch, folder, version)
+    if version != "none":
+        install(monkeypatch, folder, version)
     monkeypatch.setattr(vllm_start, "RAN_ON_GPUS", ran)
     why, everywhere = why_of(ANY)
     assert why is not None and words in why and not everywhere
