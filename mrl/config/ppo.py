@@ -131,8 +131,8 @@ class RolloutConfig:
     backend: Literal["native", "auto", "vllm", "sglang", "recorded"] = key(
         "native",
         "what samples: native is the actor's own engine, vllm and sglang are servers or engines, recorded "
-        "replays saved rollouts. auto is vllm inside the trainer if it can be, else native; the run keeps it "
-        "(docs/rollout-servers.md)",
+        "replays saved rollouts. auto is vllm inside the trainer where it is known to run, as yet nowhere, else "
+        "native; the run keeps it (docs/rollout-servers.md)",
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
     max_new_tokens: int = key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from mrl.engine.atomic_checkpoint import find_checkpoint
 from mrl.errors import ConfigError, UserError, one_line
 from mrl.launch import preflight
 from mrl.launch.environment import JoinedWorld
+from mrl.rollout import vllm_start
 from mrl.rollout.vllm_start import KEY, check_version, installed
 
 ASK_S = 55.0
@@ -62,7 +64,7 @@ def choose(
         return config, []
 
     def chosen() -> tuple[Any, list[str]]:
-        why, _ = why_native(command, config, parts, world_size)
+        why, _ = why_native(command, config, parts, world_size, fixed=True)
         if why is None:
             return with_backend(config, "vllm"), [f"{KEY}: vllm (auto; vLLM {installed()} takes the model)"]
         return with_backend(config, "native"), [f"{KEY}: native (auto; {why})"]
@@ -76,11 +78,13 @@ def choose(
     return collective.on_main(chosen)
 
 
-def describe_here(command: TrainingCommand, config: Any, parts: Sequence[Part], world_size: int) -> list[str]:
+def describe_here(
+    command: TrainingCommand, config: Any, parts: Sequence[Part], world_size: int, *, fixed: bool
+) -> list[str]:
     """Returns a line on what auto is, or would be on this machine: the run may start on another one."""
     if not is_auto(config):
         return []
-    why, everywhere = why_native(command, config, parts, world_size)
+    why, everywhere = why_native(command, config, parts, world_size, fixed=fixed)
     if everywhere:
         return [f"{KEY}: auto is native ({why})"]
     here = f"vllm, {installed()}" if why is None else f"native, because {why}"
@@ -88,23 +92,31 @@ def describe_here(command: TrainingCommand, config: Any, parts: Sequence[Part], 
 
 
 def why_native(
-    command: TrainingCommand, config: PPOConfig, parts: Sequence[Part], world_size: int
+    command: TrainingCommand, config: PPOConfig, parts: Sequence[Part], world_size: int, *, fixed: bool
 ) -> tuple[str | None, bool]:
-    """Returns why vLLM cannot sample inside the trainer, None if it can, and whether that is so on any machine."""
-    with_vllm = with_backend(config, "vllm")
-    try:
-        command.check(with_vllm)
-        command.check_processes(with_vllm, parts, world_size)
-    except ConfigError as error:
-        return str(error), True
+    """Returns why vLLM cannot sample inside the trainer, None if it can, and whether that is so on any machine.
+
+    fixed: whether the user has said the world size, so that it is no choice for this machine.
+    """
     if config.actor.engine.device == "cpu":
         return "the actor is on the CPU", True
+    with_vllm, everywhere = with_backend(config, "vllm"), True
+    try:
+        command.check(with_vllm)
+        everywhere = fixed or config.rollout.ranks > 0
+        command.check_processes(with_vllm, parts, world_size)
+    except ConfigError as error:
+        return str(error), everywhere
     from mrl.ops import devices
     from mrl.rollout.vllm import log_probs_mode
     from mrl.rollout.vllm_local import engine_arguments
 
     if not devices.has_gpu():
         return "torch sees no GPU", False
+    version, ran = installed(), vllm_start.RAN_ON_GPUS
+    if not ran or version is not None and version.partition("+")[0] not in ran:
+        which = f"the vLLM here, {version or 'of an unknown version'}, has not" if ran else "no version of vLLM has"
+        return f"{which} run to its end on a GPU yet; {KEY}=vllm takes it", False
     actor = next(part for part in parts if part.role == "actor")
     arguments = engine_arguments(
         config.rollout.server, path=preflight.config_folder(actor.model, actor.key("model")), dtype=actor.model.dtype,
@@ -120,10 +132,15 @@ def ask_vllm(arguments: Mapping[str, Any], *, gpu: bool) -> str | None:
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryFile() as out:  # a pipe would stay open with vLLM's own processes
         output: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        asked = subprocess.Popen(command, **output, env=environment, start_new_session=True)
         try:
-            code = subprocess.run(command, **output, env=environment, timeout=ASK_S, check=False).returncode
+            code = asked.wait(ASK_S)
         except subprocess.TimeoutExpired:
             return f"vLLM does not say within {ASK_S:g} s whether it takes the model"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(asked.pid, signal.SIGKILL)  # vLLM may have started processes of its own
+            asked.wait()
         out.seek(0)
         said = [line for line in out.read().decode(errors="replace").splitlines() if line.strip()]
     return None if code == 0 else one_line(said[-1] if said else f"vLLM ends Python with exit code {code}", 300)

@@ -62,7 +62,8 @@ def start(
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
-        _show(command, config, parts, layouts, world_size, saved)
+        fixed = joined is not None or nproc is not None
+        _show(command, config, parts, layouts, world_size, saved, fixed=fixed)
         return None
     for note in command.rate_notes(config) if shows else ():
         print(note, flush=True)
@@ -90,14 +91,14 @@ def start(
 
 def _show(
     command: TrainingCommand, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims], world_size: int,
-    saved: ResumePoint | None,
+    saved: ResumePoint | None, *, fixed: bool,
 ) -> None:  # fmt: skip
-    """Prints what a dry run says. saved: where the run would resume."""
+    """Prints what a dry run says. saved: where the run would resume. fixed: whether the user has said world_size."""
     preflight.check_code(command, config)
     notes = showing.notes(command, config)
     for line in describe(command, config, parts, layouts):
         print(line, flush=True)
-    choices = backend.describe_here(command, config, parts, world_size)
+    choices = backend.describe_here(command, config, parts, world_size, fixed=fixed)
     for line in (*choices, *_not_here(parts, config), *str(saved or "").splitlines()):
         print(f"# {line}", flush=True)
     for note in notes:

@@ -8,6 +8,7 @@ right: that is refused. Written against and tried with vLLM 0.32.0.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -134,8 +135,10 @@ class VLLMServer(Server):
         return longest
 
     def note(self) -> str | None:
-        with self.get("/version") as told:
-            return untested(told["version"], TESTED_SERVERS, f"at {self.http.url}")
+        version = ""
+        with contextlib.suppress(ServerError), self.get("/version") as told:  # it may sample nevertheless
+            version = str(told["version"])
+        return untested(version, TESTED_SERVERS, f"at {self.http.url}")
 
     def refuse(self, sampling: SamplingParams) -> None:
         refuse(sampling, self.mode, "rollout.server.urls", self.http.url)

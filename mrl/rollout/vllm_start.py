@@ -14,11 +14,14 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from mrl.errors import ConfigError, UserError, first_line, one_line
+from mrl.errors import ConfigError, first_line, one_line
 
 KEY = "rollout.backend"
 TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
 """The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
+
+RAN_ON_GPUS: tuple[str, ...] = ()
+"""The versions that have sampled to the end of a run on a GPU, which `rollout.backend: auto` asks for."""
 
 _SHOWN = 240  # characters of vLLM's words
 
@@ -53,6 +56,8 @@ def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
 
 
 def _release(version: str) -> list[int]:
+    if version.startswith("0.1.dev"):  # of a clone without tags
+        return []
     return [int(part) for part in re.findall(r"\d+", version)[:2]]
 
 
@@ -73,9 +78,7 @@ def import_vllm(gpu: bool) -> Any:
 
 
 def check_model(arguments: Mapping[str, Any], *, gpu: bool) -> None:
-    """Raises UserError for an untested vLLM, and for a model that it does not take. arguments: of `vllm.LLM`."""
-    if (line := check_version(installed())) is not None:
-        raise UserError(line)
+    """Raises ConfigError for a vLLM that cannot run, or does not take the model. arguments: of `vllm.LLM`."""
     import_vllm(gpu)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -97,5 +100,5 @@ def last_words(error: Exception) -> str:
 if __name__ == "__main__":
     try:
         check_model(json.loads(sys.argv[1]), gpu=sys.argv[2] == "True")
-    except UserError as error:
+    except ConfigError as error:
         sys.exit(str(error))

@@ -18,9 +18,11 @@ from mrl.errors import ConfigError
 from mrl.launch import backend, preflight, start
 from mrl.launch.environment import JoinedWorld
 from mrl.ops import devices
+from mrl.rollout import vllm_start
 from mrl.trainers.run_directory import RunDirectory
 from tests.bad_input.mistakes import PPO_CONFIG, Workspace
 from tests.engine.harness import run_case
+from tests.resume.kills import are_gone
 
 AUTO = "rollout.backend=auto"
 ANY = "actor.engine.device=auto"
@@ -52,17 +54,16 @@ def install(monkeypatch, folder: pathlib.Path, version: str | None) -> None:
     monkeypatch.syspath_prepend(str(folder / "site"))
 
 
-def why_of(*overrides: str, world_size: int = 1) -> tuple[str | None, bool]:
+def why_of(*overrides: str, world_size: int = 1, fixed: bool = False) -> tuple[str | None, bool]:
     config = load_config("ppo.yaml", [AUTO, *overrides], PPOConfig)
-    return backend.why_native(COMMAND, config, preflight.check_files(COMMAND, config, there=False), world_size)
+    parts = preflight.check_files(COMMAND, config, there=False)
+    return backend.why_native(COMMAND, config, parts, world_size, fixed=fixed)
 
 
 @pytest.mark.parametrize(
     "overrides, world_size, words",
     [
         (("actor.engine.device=cpu",), 1, "the actor is on the CPU"),
-        ((ANY, "rollout.server.tp=2"), 3, "rollout.server.tp: value 2 does not divide the number of processes, 3"),
-        ((ANY, "rollout.temperature=0.7", "rollout.top_p=0.9"), 1, "rollout.temperature: value 0.7 with rollout.top_p 0.9"),
         ((INVARIANT,), 1, "actor.engine.batch_invariant: value true does not reach rollout.backend vllm"),
         ((ANY, "rollout.ranks=1", "rollout.async_level=1"), 2, "rollout.ranks: value 1"),
     ],
@@ -72,21 +73,34 @@ def test_keys_decide_on_any_machine(folder, on_gpu, overrides, world_size, words
     assert why is not None and why.startswith(words) and everywhere
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_so_do_the_processes_if_the_user_has_said_how_many(folder, on_gpu, fixed):
+    why, everywhere = why_of(ANY, "rollout.server.tp=2", world_size=3, fixed=fixed)
+    assert why is not None and "tp: value 2 does not divide the number of processes, 3" in why and everywhere == fixed
+
+
 @pytest.mark.parametrize(
-    "version, words",
+    "ran, version, words",
     [
-        ("none", "needs vLLM beside mrl, and it is not installed"),
-        ("0.25.1", 'rollout.backend: value "vllm" is vLLM 0.25.1 here, and mrl needs 0.26 or newer; install 0.32'),
-        ("0.33.0", "rollout.backend: mrl is tested with vLLM 0.26 to 0.32, and the one here is 0.33.0"),
-        (None, "and the one here is of an unknown version"),
-        ("0.29.0", "cannot be imported (ImportError: libcudart.so.13 is not there)"),
+        ((), "0.32.0", "no version of vLLM has run to its end on a GPU yet; rollout.backend=vllm takes it"),
+        (("0.32.0",), "0.26.0", "the vLLM here, 0.26.0, has not run to its end on a GPU yet"),
+        (("0.32.0",), "none", "needs vLLM beside mrl, and it is not installed"),
+        (("0.32.0",), "0.32.0+cu130", "cannot be imported (ImportError: libcudart.so.13 is not there)"),
     ],
 )
-def test_so_does_what_is_installed_on_this_one(folder, on_gpu, monkeypatch, version, words):
+def test_so_does_what_is_installed_on_this_one(folder, on_gpu, monkeypatch, ran, version, words):
     if version != "none":
         install(monkeypatch, folder, version)
+    monkeypatch.setattr(vllm_start, "RAN_ON_GPUS", ran)
     why, everywhere = why_of(ANY)
     assert why is not None and words in why and not everywhere
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+gabc1234", None])
+def test_an_unknown_version_is_one_line(folder, monkeypatch, version):
+    install(monkeypatch, folder, version)
+    line = vllm_start.check_version(vllm_start.installed())
+    assert line is not None and line.endswith(f"the one here is {version or 'of an unknown version'}")
 
 
 def test_without_a_gpu_it_is_native(folder, monkeypatch):
@@ -119,7 +133,7 @@ def test_a_run_says_what_it_chose_and_reads_the_keys_of_that(folder, monkeypatch
     assert rollout is not None and (rollout.backend, rollout.prefill_tokens) == ("native", 99)
     assert rollout.server == RolloutConfig().server
     assert "rollout.backend: native (auto; the actor is on the CPU)" in lines
-    monkeypatch.setattr(backend, "why_native", lambda *_: (None, False))
+    monkeypatch.setattr(backend, "why_native", lambda *_, **__: (None, False))
     rollout, lines, _ = run(monkeypatch, "rollout.server.memory_fraction=0.8", "rollout.prefill_tokens=99")
     assert rollout is not None and (rollout.backend, rollout.server.memory_fraction) == ("vllm", 0.8)
     assert rollout.prefill_tokens == RolloutConfig().prefill_tokens
@@ -165,14 +179,22 @@ def chosen_by_ranks() -> list[str]:
     """Only the first one's machine has vLLM."""
     with pytest.MonkeyPatch.context() as patch:
         why = None if torch.distributed.get_rank() == 0 else "vLLM is not installed"
-        patch.setattr(backend, "why_native", lambda *_: (why, False))
+        patch.setattr(backend, "why_native", lambda *_, **__: (why, False))
         joined = JoinedWorld("torchrun", torch.distributed.get_rank(), 2, {})
         config, _ = backend.choose(COMMAND, config_of(), [], 2, joined)
     return list(collective.all_ranks().gather(config.rollout.backend))
 
 
-def test_a_question_that_takes_too_long_ends(folder, on_gpu, monkeypatch):
+def test_a_question_that_takes_too_long_ends(folder, monkeypatch):
+    """With the processes that vLLM has started."""
     install(monkeypatch, folder, "0.32.0")
-    (folder / "site" / "vllm" / "__init__.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(backend, "ASK_S", 0.5)
-    assert backend.ask_vllm({}, gpu=True) == "vLLM does not say within 0.5 s whether it takes the model"
+    hang = """
+import pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
+time.sleep(60)
+"""
+    (folder / "site" / "vllm" / "__init__.py").write_text(hang)
+    monkeypatch.setattr(backend, "ASK_S", 5)
+    assert backend.ask_vllm({}, gpu=True) == "vLLM does not say within 5 s whether it takes the model"
+    assert are_gone([int((folder / "site" / "vllm" / "child").read_text())])
