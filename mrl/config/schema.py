@@ -132,8 +132,8 @@ class MicroBatchConfig:
     tokens: int | Literal["auto"] | None = key(
         None,
         "most tokens of a micro-batch on one replica, padding included, before cp splits them. Excludes `size`. null: "
-        "4096, or the longest sequence that the config allows. auto: as null, but on GPUs the most that `mrl plan` "
-        "says fits, up to 32768 (docs/plan.md)",
+        "4096, or the longest sequence that the config allows. auto: as null, but on GPUs what `mrl plan` says fits "
+        "and takes the least time, up to 32768 (docs/plan.md)",
         minimum=1,
     )
     size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)

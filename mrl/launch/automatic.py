@@ -1,10 +1,13 @@
-"""Replaces `auto` by numbers, once in the life of a run: on GPUs by the most that a plan says fits.
+"""Replaces `auto` by numbers, once in the life of a run: on GPUs by the best of a few that a plan says fit.
 
 A run saves the numbers in config.yaml, and a resume takes them from there. Only sections that the config has get one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +18,9 @@ from mrl.config.keys import join_key, value_at
 from mrl.config.load import from_dict, read_yaml, to_dict
 from mrl.config.ppo import DEFAULT_CACHE
 from mrl.config.schema import MicroBatchConfig
+from mrl.engine.atomic_checkpoint import find_checkpoint
 from mrl.errors import UserError, first_line
+from mrl.launch import preflight
 
 if TYPE_CHECKING:
     from mrl.plan.planner import Plan
@@ -26,6 +31,10 @@ TOKENS, CACHE = "engine.micro_batch.tokens", "rollout.cache_tokens"
 MOST_TOKENS = 32768
 MARGIN = 0.1
 """The share of a GPU's memory that stays free beside what a plan reserves: activations are planned to within 10 %."""
+TIE = 0.01
+"""Times that differ by a smaller share are equal: plans are not more precise."""
+PLAN_S = 60.0
+"""Seconds after which no further number is planned."""
 
 
 def auto_keys(config: Config) -> list[str]:
@@ -55,81 +64,131 @@ def replaced(config: C, numbers: Mapping[str, int]) -> C:
     return from_dict(data, type(config))
 
 
-def with_saved(config: C) -> tuple[C, list[str]]:
-    """Returns the config with numbers of the run that this one resumes, and a line for each.
+def resumed_yaml(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
+    """Returns the config.yaml around the checkpoint that a run resumes, and its content; None if there is none."""
+    checkpoint = getattr(config, "checkpoint", None)
+    if checkpoint is None or checkpoint.resume == "never":
+        return None
+    with contextlib.suppress(UserError), preflight.quiet():  # the checks after this one say what is damaged
+        for folder in (f"{config.output_dir}/checkpoints", checkpoint.resume):
+            found = None if folder == "auto" else find_checkpoint(folder)
+            if found is not None:
+                file = Path(found).absolute().parents[1] / "config.yaml"
+                return file, read_yaml(file)
+    return None
 
-    They are in the config.yaml of output_dir, or else of the folder `checkpoint.resume` or of one around it.
-    """
-    keys, folders = auto_keys(config), [Path(config.output_dir)]
-    resume = getattr(getattr(config, "checkpoint", None), "resume", "auto")
-    if resume not in ("auto", "never") and "://" not in resume:
-        folders += [Path(resume), *Path(resume).absolute().parents[:2]]
-    file = next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
-    before = {} if file is None or not keys else read_yaml(file)
-    numbers = {key: number for key in keys if type(number := value_at(before, key)) is int}
+
+def with_saved(command: TrainingCommand, config: C) -> tuple[C, list[str]]:
+    """Returns the config with numbers of the run that this one resumes, and a line for each. A number for shorter
+    sequences is not taken."""
+    keys = auto_keys(config)
+    saved = resumed_yaml(config) if keys else None
+    if saved is None:
+        return config, []
+    file, before = saved
+    found = {key: number for key in keys if type(number := value_at(before, key)) is int}
+    numbers = {key: number for key, number in found.items() if number >= _longest(command, config, key)}
     return replaced(config, numbers), [f"{key}: auto is {n:,}, as in {file}" for key, n in numbers.items()]
+
+
+def _longest(command: TrainingCommand, config: Config, key: str) -> int:
+    """Returns the least number that a key may have."""
+    return command.longest(config)[0] if key == CACHE else command.longest_group(config)
+
+
+def _default(command: TrainingCommand, config: Config, key: str) -> int:
+    longest = _longest(command, config, key)
+    number = max(DEFAULT_CACHE, longest) if key == CACHE else micro_batch_tokens(MicroBatchConfig(), longest)
+    assert number is not None
+    return number
 
 
 def with_defaults(
     command: TrainingCommand, config: C, why: str, keys: Sequence[str] | None = None
 ) -> tuple[C, list[str]]:
     """Returns the config with the default at each key, and a line for each. keys: None for all."""
-    cache = max(DEFAULT_CACHE, command.longest(config)[0])
-    tokens = micro_batch_tokens(MicroBatchConfig(), command.longest_group(config))
-    assert tokens is not None
-    numbers = {key: cache if key == CACHE else tokens for key in (auto_keys(config) if keys is None else keys)}
+    numbers = {key: _default(command, config, key) for key in (auto_keys(config) if keys is None else keys)}
     lines = [f"{key}: auto is the default, {number:,}, because {why}" for key, number in numbers.items()]
     return replaced(config, numbers), lines
 
 
 def with_planned(command: TrainingCommand, config: C, plan: Callable[[C], Plan]) -> tuple[C, list[str]]:
-    """Returns the config with the most that fits at each key, and a line for each.
+    """Returns the config with the best number that fits at each key, and a line for each.
 
     plan: of a config, on GPUs less `MARGIN`. Its faults stop no run, which takes the default then.
     """
-    lines = []
+    lines, end = [], time.monotonic() + PLAN_S
     for key in auto_keys(config):
         try:
-            number, why = _most(command, config, key, plan)
+            number, why = _best(command, config, key, plan, end)
             config, says = replaced(config, {key: number}), [f"{key}: auto is {number:,}, {why}"]
         except Exception as error:
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            config, says = with_defaults(command, config, kind + first_line(error), [key])
+            config, says = with_defaults(command, config, reason(error), [key])
         lines += says
     return config, lines
 
 
-def _most(command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan]) -> tuple[int, str]:
-    """Returns the most that fits at a key, a multiple of the longest sequence, and why no more.
+def reason(error: Exception) -> str:
+    """Returns an error in a line, with its type unless it is for users."""
+    return ("" if isinstance(error, UserError) else f"{type(error).__name__}: ") + first_line(error)
 
-    Only the phases that the key changes have to fit: those of the roles with its section, or sampling.
+
+def _best(
+    command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan], end: float
+) -> tuple[int, str]:  # fmt: skip
+    """Returns the best number that fits at a key, and why it is.
+
+    The cache is the largest one. Micro-batches take the least time; equal ones are the default. Below the default it is
+    the largest that fits. Only the phases that the key changes count: those of the roles with its section, or sampling.
+    end: the time after which nothing more is planned.
     """
     if command.on_rows(config) is None:
         raise UserError(f"the batches of mrl {command.name} are its clients'")
-    longest = command.longest(config)[0] if key == CACHE else command.longest_group(config)
-    most, reason = max(MOST_TOKENS // longest, 1), "the most that auto takes"
+    longest, default = _longest(command, config, key), _default(command, config, key)
+    most = MOST_TOKENS // longest * longest
     phases = [phase for phase in command.phases(config).phases if (phase.kind == "sample") == (key == CACHE)]
     if key == CACHE:
         layouts = [plan(config).roles[phase.role].dims for phase in phases]
         rows = [-(-phase.sequences // (dims.dp * dims.cp)) for phase, dims in zip(phases, layouts, strict=True)]
-        most, reason = max(-(-DEFAULT_CACHE // longest), *rows), "enough for all sequences of a step"
+        most = max(rows, default=0) * longest
     else:
         both = zip(command.parts(config), command.parts(replaced(config, {key: longest})), strict=True)
         roles = [part.role for part, changed in both if part.engine != changed.engine]
         phases = [phase for phase in phases if phase.role in roles]
     names = [phase.name for phase in phases]
 
-    def fits(count: int) -> bool:
-        made = plan(replaced(config, {key: count * longest}))
+    def seconds(number: int) -> float | None:
+        """Returns the time of the phases, infinite where it is not planned; None if the number does not fit."""
+        made = plan(replaced(config, {key: number}))
         uses = [use for use in made.uses if use.phase in names]
         if not uses or any(use.activations is None for use in uses):
             raise UserError("mrl plan does not know what it takes")
-        return all(use.total <= made.room for use in uses)
+        if any(use.total > made.room for use in uses):
+            return None
+        return sum(made.costs[name].seconds if name in made.costs else math.inf for name in names)
 
-    low, high = 0, most  # `low` sequences fit, and no more than `high`
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    if not low:
-        raise UserError(f"by mrl plan not even {longest:,} fit")
-    return low * longest, reason if low == most else f"the most that leaves {MARGIN:.0%} of a GPU free by mrl plan"
+    def in_time() -> bool:
+        return time.monotonic() < end
+
+    best, least, fits = default, seconds(default), f"the most tried that leaves {MARGIN:.0%} of a GPU free by mrl plan"
+    if least is None:
+        for number in (default // 2**i // longest * longest for i in range(1, default.bit_length())):
+            if number and in_time() and seconds(number) is not None:
+                return number, fits
+        raise UserError(f"by mrl plan not even {longest:,} fit" if in_time() else "planning takes long")
+    for number in _above(default, most, longest):
+        took = seconds(number) if in_time() else None
+        if took is None:
+            break
+        if key == CACHE or took < least * (1 - TIE):
+            best, least = number, took
+    if key == CACHE:
+        return best, "enough for all sequences of a step" if best >= most else fits
+    return best, "the default, as no other takes less time" if best == default else "which takes the least time"
+
+
+def _above(default: int, most: int, longest: int) -> list[int]:
+    """Returns numbers above the default, up to the most: few, since each is planned."""
+    factors = sorted(2**i * factor for i in range(most.bit_length()) for factor in (2, 3))
+    numbers = [default * factor // longest * longest for factor in factors]
+    return [number for number in numbers if number < most] + [most] * (most > default)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,17 +9,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mrl.config.command import Part, TrainingCommand
 from mrl.config.keys import value_at
-from mrl.config.load import read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import with_backend
-from mrl.engine.atomic_checkpoint import find_checkpoint
-from mrl.errors import ConfigError, UserError, one_line
-from mrl.launch import preflight
+from mrl.errors import ConfigError, one_line
+from mrl.launch import automatic, preflight
 from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
 from mrl.rollout.vllm_start import KEY, check_version, installed
@@ -38,16 +34,11 @@ def kept(config: Any) -> tuple[Any, list[str]]:
 
     The run's config.yaml says it, if that lies around the checkpoint.
     """
-    if is_auto(config):
-        with contextlib.suppress(UserError), preflight.quiet():  # the checks after this one say what is damaged
-            for folder in (f"{config.output_dir}/checkpoints", config.checkpoint.resume):
-                checkpoint = find_checkpoint(folder)
-                if checkpoint is not None:
-                    file = Path(checkpoint).absolute().parents[1] / "config.yaml"
-                    saved = value_at(read_yaml(file), KEY)
-                    if saved in ("native", "vllm"):
-                        return with_backend(config, saved), [f"{KEY}: {saved} (auto; {file} has it)"]
-                    break
+    found = automatic.resumed_yaml(config) if is_auto(config) else None
+    if found is not None:
+        saved = value_at(found[1], KEY)
+        if saved in ("native", "vllm"):
+            return with_backend(config, saved), [f"{KEY}: {saved} (auto; {found[0]} has it)"]
     return config, []
 
 

@@ -85,6 +85,13 @@ def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
     return JoinedWorld("srun", rank, tasks, variables)
 
 
+def ranks_here(environ: Mapping[str, str]) -> int:
+    """Returns the most ranks on a node, as the launcher says: torchrun, or srun with a text like `8(x2),4`."""
+    names = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    text = next((environ[name] for name in names if environ.get(name)), "1")
+    return max(int(number) for number in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", text)) or ["1"])
+
+
 def _port(environ: Mapping[str, str]) -> int:
     """Returns a port that every task of a job step computes alike. Jobs on one node rarely get the same."""
     job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))

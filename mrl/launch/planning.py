@@ -19,6 +19,7 @@ from mrl.config.command import Config, Part, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, preflight
+from mrl.launch.environment import ranks_here
 from mrl.parallel import ParallelDims
 from mrl.trainers.waits import announce, write_error_line
 
@@ -33,6 +34,8 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 GPU_VARIABLE = "MRL_PLAN_GPU"
 """A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
+LIMIT_S = 3 * automatic.PLAN_S
+"""Seconds after which a process that looks for GPUs or chooses `auto` is ended: imports take long on network disks."""
 
 
 def run(path: str, overrides: Sequence[str], **options: Any) -> tuple[bool, list[str]]:
@@ -52,12 +55,24 @@ def _plans_here() -> bool:
     return devices is not None and devices.device() == devices.META
 
 
-def _in_own_process(function: Callable[..., _Result], *given: Any, visible: str | None = "") -> _Result:
+def _in_own_process(
+    function: Callable[..., _Result], *given: Any, visible: str | None = "", limit_s: float | None = None
+) -> _Result:
     """Calls a function in a process that makes models for nothing else, and sees `visible` GPUs; this one stays as it
-    is. That one starts anew, since after a fork torch would find CUDA as this process has it."""
+    is. That one starts anew, since after a fork torch would find CUDA as this process has it.
+
+    Raises TimeoutError after `limit_s` seconds, and ends that process.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_see_gpus, initargs=(visible,)) as pool:
-        return pool.submit(function, *given).result()
+        before = set(multiprocessing.active_children())
+        future = pool.submit(function, *given)
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            for child in set(multiprocessing.active_children()) - before:
+                child.kill()
+            raise
 
 
 def _see_gpus(visible: str | None) -> None:
@@ -179,21 +194,27 @@ def resolve_auto(
     from mrl.plan.gpus import gpu_of
 
     cards: Sequence[GPU] = ()
-    sharing = 1
+    shared: list[str] = []
     if GPU_VARIABLE in os.environ:
         cards = [gpu_of(os.environ[GPU_VARIABLE], GPU_VARIABLE)]
-    elif "cpu" not in preflight.devices(command, config):
-        cards = _in_own_process(gpus, visible=os.environ.get(_GPUS))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        sharing = math.ceil(here / max(1, len(cards)))  # ranks that torchrun puts on a GPU
-    if not cards:
-        return automatic.with_defaults(command, config, "no GPU is used")
-    card = min(cards, key=lambda gpu: gpu.memory)
-    card = dataclasses.replace(card, memory=card.memory // sharing)
     try:
-        return _in_own_process(_resolved, command, config, world_size, card)
+        if not cards and "cpu" not in preflight.devices(command, config):
+            cards = _in_own_process(gpus, visible=os.environ.get(_GPUS), limit_s=LIMIT_S)
+            here = ranks_here(os.environ)
+            sharing = math.ceil(here / max(1, len(cards)))
+            cards = [dataclasses.replace(card, memory=card.memory // sharing) for card in cards]
+            if cards and sharing > 1:  # or a wrapper shows each rank its own GPU, which this rank cannot know
+                seen = f"a node has {here} ranks, and this one sees GPUs: {len(cards)}"
+                shared = [f"auto is chosen for 1/{sharing} of a GPU: {seen}"]
+        if not cards:
+            return automatic.with_defaults(command, config, "no GPU is used")
+        card = min(cards, key=lambda gpu: gpu.memory)
+        config, lines = _in_own_process(_resolved, command, config, world_size, card, limit_s=LIMIT_S)
+        return config, [*lines, *shared]
     except BrokenProcessPool:
         return automatic.with_defaults(command, config, "the process that planned ended early")
+    except Exception as error:  # of the driver too: no run ends because its plan fails
+        return automatic.with_defaults(command, config, automatic.reason(error))
 
 
 def _resolved(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
 from mrl.config.load import load_config, to_dict
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, backend, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
@@ -47,7 +47,7 @@ def start(
     config, choices = backend.kept(config)
     saved = preflight.check_used(command, config)
     auto = automatic.auto_keys(config)
-    config, kept = automatic.with_saved(config)
+    config, kept = automatic.with_saved(command, config)
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
             print(saved, flush=True)
@@ -116,22 +116,33 @@ def _resolved(
     Rank 0 of another launcher chooses, and the others take its numbers: their GPUs or their view of config.yaml may
     differ. auto: the keys that were `auto` on all ranks, with or without saved numbers.
     """
-    from mrl.launch import planning
 
-    lines: list[str] = []
-    is_first = joined is None or joined.rank == 0
-    if is_first and automatic.auto_keys(config):
-        config, lines = planning.resolve_auto(command, config, world_size, _gpus)
+    def chosen() -> tuple[C, list[str]]:
+        if not automatic.auto_keys(config):
+            return config, []
+        from mrl.launch import planning
+
+        return planning.resolve_auto(command, config, world_size, _gpus)
+
     if joined is None or not auto:
-        return config, lines, None
+        return *chosen(), None
     import torch.distributed as dist
 
     from mrl.engine.collective import JOIN_TIMEOUT
 
     store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
-    if is_first:
-        store.set("auto", json.dumps({key: value_at(to_dict(config), key) for key in auto}))
-    return automatic.replaced(config, json.loads(store.get("auto"))), lines, store
+    lines: list[str] = []
+    if joined.rank == 0:
+        try:
+            made, lines = chosen()
+        except Exception as error:
+            store.set("auto", json.dumps(automatic.reason(error)))
+            raise
+        store.set("auto", json.dumps({key: value_at(to_dict(made), key) for key in auto}))
+    answer = json.loads(store.get("auto"))
+    if isinstance(answer, str):
+        raise UserError(f"rank 0 could not choose what is auto: {answer}")
+    return automatic.replaced(config, answer), lines, store
 
 
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:

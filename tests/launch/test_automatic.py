@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import shutil
 import socket
+import time
 
 import pytest
 import yaml
@@ -98,8 +100,13 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
     assert "changed since the checkpoint: rollout" not in said and "micro_batch" not in said.partition("resuming")[2]
 
     elsewhere = [f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={tmp_path / 'run' / 'checkpoints'}"]
-    kept, _ = automatic.with_saved(load_config(file, elsewhere, PPO.root))
+    kept, _ = automatic.with_saved(PPO(), load_config(file, elsewhere, PPO.root))
     assert automatic.to_dict(kept)["rollout"]["cache_tokens"] == chosen["rollout.cache_tokens"]
+    longer = [*elsewhere, "rollout.max_new_tokens=100000"]
+    assert automatic.with_saved(PPO(), load_config(file, longer, PPO.root))[1] == [], "numbers for shorter sequences"
+    (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / "run" / "config.yaml", tmp_path / "new")
+    assert automatic.with_saved(PPO(), load_config(file, elsewhere[:1], PPO.root))[1] == [], "no checkpoint is resumed"
 
     said = run(["ppo", str(file), "train.steps=6", f"{keys[0]}=80"], tmp_path, MRL_PLAN_GPU="h200")
     assert f"changed since the checkpoint: {keys[0]}: {chosen[keys[0]]} at the save, 80 now" in said
@@ -116,13 +123,13 @@ def sft(tmp_path_factory):
     return tiny_runs.write_config(folder / "sft.yaml", config)
 
 
-def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
-    """The second would choose 32,768. Its stage would then wait for other micro-batches than the first sends."""
+def run_ranks(sft: pathlib.Path, folder: pathlib.Path, gpus: tuple[str, str]) -> tuple[list[int], list[str]]:
+    """Runs `mrl sft` as two ranks of another launcher. Returns the exit codes, and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = []
-    for rank, gpu in enumerate(("GB=4.773", "h200")):
+    for rank, gpu in enumerate(gpus):
         place = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -133,15 +140,53 @@ def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
         }
         environment = os.environ | place | {"PYTHONPATH": str(REPO), "MRL_PLAN_GPU": gpu}
         ranks.append(
-            forks().start(
-                tmp_path, tmp_path / f"log{rank}", environment, ["sft", str(sft), f"output_dir={tmp_path / 'run'}"]
-            )
+            forks().start(folder, folder / f"log{rank}", environment, ["sft", str(sft), f"output_dir={folder / 'run'}"])
         )
-    codes = [rank.wait(300) for rank in ranks]
-    said = (tmp_path / "log0").read_text()
-    assert codes == [0, 0], said + (tmp_path / "log1").read_text()
-    assert "auto is 64, the most that leaves 10% of a GPU free by mrl plan" in said
+    return [rank.wait(300) for rank in ranks], [(folder / f"log{rank}").read_text() for rank in range(2)]
+
+
+def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
+    """The second would choose 4,096. Its stage would then wait for other micro-batches than the first sends."""
+    codes, said = run_ranks(sft, tmp_path, ("GB=4.773", "h200"))
+    assert codes == [0, 0], said
+    assert "auto is 64, the most tried that leaves 10% of a GPU free by mrl plan" in said[0]
     assert numbers(tmp_path, ["engine.micro_batch.tokens"]) == {"engine.micro_batch.tokens": 64}
+
+
+def test_ranks_do_not_wait_for_a_first_one_that_fails(sft, tmp_path):
+    codes, said = run_ranks(sft, tmp_path, ("no-gpu", "h200"))
+    assert 0 not in codes and "no-gpu" in said[0]
+    assert "rank 0 could not choose what is auto: MRL_PLAN_GPU" in said[1]
+
+
+def fail() -> list[GPU]:
+    raise RuntimeError("driver\nlost")
+
+
+def die() -> list[GPU]:
+    os._exit(1)
+
+
+def hang() -> list[GPU]:
+    time.sleep(600)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("query", "limit", "why"),
+    [
+        (fail, 180, "RuntimeError: driver"),
+        (die, 180, "the process that planned ended early"),
+        (hang, 1, "TimeoutError"),
+    ],
+)
+def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, why):
+    monkeypatch.setattr(planning, "LIMIT_S", limit)
+    config = load_config(sft, ["engine.device=auto"], SFT.root)
+    start_s = time.monotonic()
+    made, [line] = planning.resolve_auto(SFT(), config, 2, query)
+    assert made.engine.micro_batch.tokens == 4096 and f"is the default, 4,096, because {why}" in line
+    assert time.monotonic() - start_s < 180, "the child is still waited for"
 
 
 def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, tmp_path):
@@ -159,12 +204,16 @@ def some_gpus() -> list[GPU]:
     return [dataclasses.replace(GPUS["h200"], memory=memory) for memory in (2 * 4_773_000_000, 2**40)]
 
 
-@pytest.mark.parametrize(("here", "number"), [(2, 32768), (4, 64)])
-def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch, here, number):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+@pytest.mark.parametrize(
+    ("name", "here", "number"),
+    [("LOCAL_WORLD_SIZE", "2", 4096), ("LOCAL_WORLD_SIZE", "4", 64), ("SLURM_STEP_TASKS_PER_NODE", "1,4(x12)", 64)],
+)
+def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch, name, here, number):
+    monkeypatch.setenv(name, here)
     config = load_config(sft, ["engine.device=auto"], SFT.root)
-    made, _ = planning.resolve_auto(SFT(), config, 2, some_gpus)
+    made, lines = planning.resolve_auto(SFT(), config, 2, some_gpus)
     assert made.engine.micro_batch.tokens == number
+    assert ("auto is chosen for 1/2 of a GPU" in lines[-1]) == (number == 64)
 
 
 def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monkeypatch):

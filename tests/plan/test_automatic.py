@@ -1,4 +1,4 @@
-"""The numbers that `auto` stands for, by real plans: they fit with a margin, and one sequence more does not."""
+"""The numbers that `auto` stands for, by real plans: they fit with a margin, and none that fits takes less time."""
 
 from __future__ import annotations
 
@@ -72,18 +72,32 @@ def changed(name: str, section: str, inherits: bool, phases: dict[str, int]) -> 
         [("ppo", "actor.engine", True), ("ppo", "critic.engine", False), ("dpo", "reference.engine", False)], KINDS
     ),
 )
-def test_the_number_fits_with_a_margin_and_a_sequence_more_does_not(plan, name, section, inherits):
+def test_the_number_fits_with_a_margin_and_twice_it_does_not(plan, name, section, inherits):
     longest = 1024 if name == "dpo" else 512
     own = [] if inherits else [f"{other}={{micro_batch: {{size: 2}}}}" for other in SECTIONS[name] if other != section]
     key = f"{section}.micro_batch.tokens"
     words = [f"{name}.yaml", "-n", "1", *own]
     phases, notes = plan(*words, f"{key}=auto")
     number = number_in(notes, key)
-    assert number % longest == 0 and longest < number <= 32768
+    assert number % longest == 0 and longest <= number <= 4096
     assert max(changed(name, section, inherits, phases)) <= ROOM
-    if number < 32768:
-        more, _ = plan(*words, f"{key}={number + longest}")
+    if number < 4096:
+        more, _ = plan(*words, f"{key}={2 * number}")
         assert max(changed(name, section, inherits, more)) > ROOM
+
+
+@pytest.mark.parametrize(("sequences", "number"), [(128, 4096), (9, 8192)])
+def test_the_number_takes_the_least_time(planner, folder, sequences, number):
+    """Nine sequences are 8 and 1 by default, and two stages wait longer for these than for one micro-batch."""
+    words = ["plan", "sft.yaml", "teacher=null", "-n", "2", "engine.parallel.pp=2", "--gpu", "h200", "--json"]
+
+    def told(tokens: int | str) -> dict:
+        more = [f"engine.micro_batch.tokens={tokens}", f"train.global_batch_size={sequences}"]
+        return json.loads(planner.call("tests.plan.planned:command", [*words, *more], str(folder)).stdout)
+
+    assert number_in(told("auto")["notes"], "engine.micro_batch.tokens") == number
+    other = told(12288 - number)
+    assert told(number)["step_seconds"] < other["step_seconds"]
 
 
 def test_the_cache_is_what_sampling_leaves_or_what_a_step_needs(plan):
