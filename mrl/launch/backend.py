@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 from mrl.config.command import Part, TrainingCommand
 from mrl.config.keys import value_at
-from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import with_backend
 from mrl.errors import ConfigError, one_line
 from mrl.launch import automatic, preflight
@@ -26,7 +26,13 @@ ASK_S = 55.0
 
 
 def is_auto(config: Any) -> bool:
-    return isinstance(config, PPOConfig) and config.rollout.backend == "auto"
+    return _backend(config) == "auto"
+
+
+def _backend(config: Any) -> str | None:
+    """Returns `rollout.backend` of a command that samples."""
+    rollout = getattr(config, "rollout", None)
+    return None if rollout is None else rollout.backend
 
 
 def kept(config: Any) -> tuple[Any, list[str]]:
@@ -50,7 +56,7 @@ def choose(
     Raises ConfigError if vLLM is to be the backend inside the trainer, and is absent or too old.
     """
     if not is_auto(config):
-        if isinstance(config, PPOConfig) and config.rollout.backend == "vllm" and not config.rollout.server.urls:
+        if _backend(config) == "vllm" and not config.rollout.server.urls:
             check_version(installed())
         return config, []
 
@@ -83,7 +89,7 @@ def describe_here(
 
 
 def why_native(
-    command: TrainingCommand, config: PPOConfig, parts: Sequence[Part], world_size: int, *, fixed: bool
+    command: TrainingCommand, config: Any, parts: Sequence[Part], world_size: int, *, fixed: bool
 ) -> tuple[str | None, bool]:
     """Returns why vLLM cannot sample inside the trainer, None if it can, and whether that is so on any machine.
 
