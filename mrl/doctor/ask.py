@@ -10,12 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
-
-END_S = 2.0
-"""How long a killed program is waited for: one that sleeps inside a broken driver does not end."""
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,33 +24,16 @@ class Answer:
     limit_s: float
 
     @property
-    def ok(self) -> bool:
-        return self.code == 0
-
-    @property
     def ended(self) -> str:
-        """How it ended, as the end of a sentence that begins with what was asked."""
+        """How it ended and the last line that it printed, to append to the name of what was asked."""
         if self.code is None:
-            return f"did not end within {self.limit_s:g} s"
-        if self.code < 0:
-            return f"ended by {signal_name(-self.code)}"
-        return f"ended with exit code {self.code}"
-
-    @property
-    def said(self) -> str:
-        """How it ended, and the last line of what it said about it."""
-        lines = [line.strip() for line in (self.err + "\n" + self.out).splitlines() if line.strip()]
-        err = [line.strip() for line in self.err.splitlines() if line.strip()]
-        last = (err or lines or [""])[-1]
-        return f"{self.ended}: {last[:300]}" if last else self.ended
-
-
-def signal_name(number: int) -> str:
-    """Returns a signal's name: `signal_name(11)` is "SIGSEGV"."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+            end = f"did not end within {self.limit_s:g} s"
+        elif self.code < 0:
+            end = f"ended by {signal.Signals(-self.code).name}"
+        else:
+            end = f"ended with exit code {self.code}"
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        return f"{end}: {lines[-1].strip()[:300]}" if lines else end
 
 
 def program(*command: str, limit_s: float = 10.0, environment: Mapping[str, str] | None = None) -> Answer | None:
@@ -65,43 +44,29 @@ def program(*command: str, limit_s: float = 10.0, environment: Mapping[str, str]
     path = shutil.which(command[0])
     if path is None:
         return None
-    with _file() as out, _file() as err:
-        try:
-            process = subprocess.Popen(
-                [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
-            )
-        except OSError as error:  # of another architecture, say
-            return Answer(127, "", str(error), limit_s)
-        code = _wait(process, limit_s)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="backslashreplace"))
-    return Answer(code, texts[0], texts[1], limit_s)
-
-
-def _file() -> IO[bytes]:
-    """Returns a file for a program's output, in memory if the system can: disks may be full."""
-    with contextlib.suppress(AttributeError, OSError):
-        return os.fdopen(os.memfd_create("mrl doctor"), "w+b")
-    return tempfile.TemporaryFile()
-
-
-def _wait(process: subprocess.Popen, limit_s: float) -> int | None:
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        return None
+        process = subprocess.Popen(
+            [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment,
+        )  # fmt: skip
+    except OSError as error:  # of another architecture, say
+        return Answer(127, "", str(error), limit_s)
+    code: int | None = None
+    try:
+        out, err = process.communicate(timeout=limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired as expired:
+        process.kill()  # without a wait for its end: one that sleeps inside a broken driver has none
+        out, err = expired.stdout or b"", expired.stderr or b""
+    return Answer(code, out.decode(errors="backslashreplace"), err.decode(errors="backslashreplace"), limit_s)
 
 
 def json_lines(text: str) -> Iterator[dict[str, Any]]:
     """Yields the objects among the lines: what is loaded as Python starts (sitecustomize.py) may print, too."""
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            if isinstance(entry := json.loads(line), dict):
+            entry = json.loads(line)
+            if isinstance(entry, dict):
                 yield entry
 
 

@@ -1,14 +1,14 @@
 """Asks the functions that choose it what a run on this machine will be made of: `python -m mrl.doctor.choices`.
 
-It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Each
-answer is a line of JSON, so that what was known before the process ended is not lost; `used.py` reads them.
+It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Its
+answer is a line of JSON, which `used.py` reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,13 @@ from mrl.errors import UserError
 MODELS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
 """Kinds of models that kernels tell apart: config.json of one each, with two layers. The last one has any experts."""
 
-CPS = (1, 2)
-"""Degrees of context parallelism: one, and any other."""
-
-
-def answers() -> Iterator[Mapping[str, Any]]:
-    """Yields what is known, the cheap parts first."""
-    from mrl.ops.devices import device_type
-
-    yield {"device": device_type()}
-    found = rows()
-    yield {"rows": found}
-    from mrl.mcore_models import cpu_stand_in
-
-    yield {"megatron": "begun"}
-    cpu_stand_in.prepare()
-    yield {"megatron": "loads"}
-    yield {"modules": modules(found)}
-    from mrl.engine.megatron import optim
-
-    yield {"optimizer": optim.implementations()}
-
 
 def rows() -> list[dict[str, Any]]:
-    """Returns layer spec, reason and attention kernels for each kind of model and of context parallelism."""
+    """Returns layer spec, reason and attention kernels for each kind of model, with cp 1 and 2."""
+    return [_row(model, cp) for model in MODELS for cp in (1, 2)]
+
+
+def _row(model: str, cp: int) -> dict[str, Any]:
     import torch
 
     from mrl.config.schema import EngineConfig
@@ -50,22 +33,20 @@ def rows() -> list[dict[str, Any]]:
     from mrl.weights.families import fields_of
     from mrl.weights.hf_config import normalize
 
-    found = []
-    for model, hf in MODELS.items():
-        fields = fields_of(normalize(dict(hf)))
-        for cp in CPS:
-            dims, row = ParallelDims(world_size=cp, cp=cp), {"model": model, "cp": cp}
-            found.append(row)
-            try:
-                spec = layer_spec.choose(EngineConfig(), fields, dims, dtype=torch.bfloat16)
-            except UserError as error:
-                row |= {"error": str(error)}
-                continue
-            attention = AttentionShape.of(fields, dims)
-            kernels = _te_kernels(attention, Gpu.here()) if spec.name == "te" else _local_kernels(attention)
-            ways = attention.cp_communication if spec.name == "te" and cp > 1 else None
-            row |= {"spec": spec.name, "why": spec.why, "attention": kernels, "cp_communication": ways}
-    return found
+    fields, dims = fields_of(normalize(dict(MODELS[model]))), ParallelDims(world_size=cp, cp=cp)
+    try:
+        spec = layer_spec.choose(EngineConfig(), fields, dims, dtype=torch.bfloat16)
+    except UserError as error:
+        return {"model": model, "cp": cp, "error": str(error)}
+    attention = AttentionShape.of(fields, dims)
+    return {
+        "model": model,
+        "cp": cp,
+        "spec": spec.name,
+        "why": spec.why,
+        "attention": _te_kernels(attention, Gpu.here()) if spec.name == "te" else _local_kernels(attention),
+        "cp_communication": attention.cp_communication if spec.name == "te" and cp > 1 else None,
+    }
 
 
 def _te_kernels(attention: Any, gpu: Any) -> list[str]:
@@ -96,8 +77,8 @@ def _local_kernels(attention: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
-    """Returns for each row the classes of the model's last layer; None if the row is refused."""
+def modules(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the classes of the last layer of a row's model. Needs `cpu_stand_in.prepare()`."""
     import torch
 
     from mrl.mcore_models.build import transformer_config
@@ -105,16 +86,10 @@ def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None
     from mrl.parallel import ParallelDims
     from mrl.weights.hf_config import normalize
 
-    made: list[Mapping[str, Any] | None] = []
-    for row in found:
-        if "spec" not in row:
-            made.append(None)
-            continue
-        hf = normalize(dict(MODELS[row["model"]]))
-        dims = ParallelDims(world_size=row["cp"], cp=row["cp"])
-        config = transformer_config(hf, dims, dtype=torch.bfloat16, layer_spec=row["spec"])
-        made.append(dataclasses.asdict(modules_of(config, hf["num_hidden_layers"] - 1)))
-    return made
+    hf = normalize(dict(MODELS[row["model"]]))
+    dims = ParallelDims(world_size=row["cp"], cp=row["cp"])
+    config = transformer_config(hf, dims, dtype=torch.bfloat16, layer_spec=row["spec"])
+    return dataclasses.asdict(modules_of(config, hf["num_hidden_layers"] - 1))
 
 
 def main() -> None:
@@ -122,8 +97,16 @@ def main() -> None:
 
     say = own_output()
     try:
-        for answer in answers():
-            say(answer)
+        from mrl.mcore_models import cpu_stand_in
+
+        cpu_stand_in.prepare()
+        from mrl.engine.megatron import optim
+
+        found = rows()
+        for row in found:
+            if "spec" in row:
+                row["modules"] = modules(row)
+        say({"rows": found, "optimizer": optim.implementations()})
     except Exception as error:  # what megatron-core or a package that it looks for raises
         say({"error": f"{type(error).__name__}: {error}"})
 

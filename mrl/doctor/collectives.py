@@ -6,22 +6,13 @@ import concurrent.futures
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from mrl.doctor.ask import Answer, json_lines, python
 from mrl.doctor.findings import Finding, fault, gib, note, ok
 
 LIMIT_S = 90.0
 """How long the two may take together, imports of torch included."""
-
-PHASES: Mapping[str, str] = {
-    "": "it had not imported torch",
-    "started": "it was joining the other",
-    "joined": "it was in its first all-reduce",
-    "summed": "it was in an all-reduce",
-    "done": "it was done",
-}
-"""What a process was at after it had said a phase."""
 
 
 def section(gpus: int, *, limit_s: float = LIMIT_S) -> Iterator[Finding]:
@@ -32,26 +23,25 @@ def section(gpus: int, *, limit_s: float = LIMIT_S) -> Iterator[Finding]:
     run = functools.partial(_run, port=port, device=device, limit_s=limit_s)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(run, (0, 1)))
-    failed = [rank for rank, answer in enumerate(answers) if not answer.ok]
+    failed = [rank for rank, answer in enumerate(answers) if answer.code != 0]
     if failed:
         rank = min(failed, key=lambda rank: answers[rank].code is None)  # one that hangs may wait for the other
-        said = [entry["phase"] for entry in json_lines(answers[rank].out)]
-        why = f"rank {rank} {answers[rank].said}, when {PHASES[said[-1] if said else '']}"
+        phases = [entry["phase"] for entry in json_lines(answers[rank].out)]
+        reached = phases[-1] if phases else "before torch was imported"
+        what = "an all-reduce of two processes on this machine fails"
         fix = "unset GLOO_SOCKET_IFNAME and NCCL_*, look for a firewall on the loopback interface; NCCL_DEBUG=INFO"
-        yield fault("collectives", f"an all-reduce of two processes on this machine fails: {why}", fix)
+        yield fault("collectives", f"{what}: rank {rank} ({reached}) {answers[rank].ended}", fix)
         return
-    summed = [entry for entry in json_lines(answers[0].out) if entry["phase"] == "summed"]
-    for backend in ("gloo", "nccl") if device == "cuda" else ("gloo",):
-        yield _timed(backend, {e["bytes"]: e["seconds"] for e in summed if e["backend"] == backend})
+    for entry in json_lines(answers[0].out):
+        if "seconds" in entry:
+            backend, ((_, least), (size, most)) = entry["backend"], entry["seconds"]
+            what = (
+                f"{backend}: two processes sum one number in {least * 1e3:.2f} ms, {gib(size)} in {most * 1e3:.1f} ms"
+            )
+            by_size = {str(bytes_): seconds for bytes_, seconds in entry["seconds"]}
+            yield ok(f"collectives.{backend}", f"{what} ({gib(size / most)}/s)", seconds_by_bytes=by_size)
     if gpus == 1:
         yield note("collectives.nccl", "NCCL was not tried: it takes two GPUs")
-
-
-def _timed(backend: str, times: Mapping[int, float]) -> Finding:
-    (_, least), (size, most) = sorted(times.items())
-    what = f"{backend}: two processes sum one number in {least * 1e3:.2f} ms, {gib(size)} in {most * 1e3:.1f} ms"
-    by_size = {str(bytes_): seconds for bytes_, seconds in times.items()}
-    return ok(f"collectives.{backend}", f"{what} ({gib(size / most)}/s)", seconds_by_bytes=by_size)
 
 
 def _run(rank: int, *, port: int, device: str, limit_s: float) -> Answer:

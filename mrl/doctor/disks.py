@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import tempfile
@@ -18,32 +17,12 @@ SHARED_MEMORY = 2**30
 
 
 def section(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    yield folder("disk.here", "the current folder", ".", "start runs on another disk, or set output_dir")
     cache = hub_cache(environment)
-    yield _here()
     yield folder("disk.hub", "the Hugging Face cache", cache, "set HF_HOME to a folder on another disk")
-    yield from _tmp()
-    yield from _shared_memory()
-
-
-def _here() -> Finding:
-    try:
-        here = os.getcwd()
-    except OSError as error:
-        return fault("disk.here", f"the current folder has been removed ({error.strerror})", "cd to one that is there")
-    return folder("disk.here", "the current folder", here, "start runs on another disk, or set output_dir")
-
-
-def _tmp() -> Iterator[Finding]:
-    try:
-        tmp = tempfile.gettempdir()
-    except OSError as error:  # it has tried to write to each
-        what = f"no folder takes temporary files ({error.strerror or error}), and no run starts"
-        yield fault("disk.tmp", what, "make room, or set TMPDIR to a folder that can be written")
-        return
+    tmp = environment.get("TMPDIR", "/tmp")
     yield folder("disk.tmp", "the folder of temporary files", tmp, "set TMPDIR to a folder on another disk")
-    if os.statvfs(tmp).f_flag & os.ST_NOEXEC:
-        what = f"{tmp} is mounted noexec: kernels that are compiled there cannot be loaded"
-        yield warning("disk.tmp.noexec", what, "set TMPDIR to a folder on another disk")
+    yield from _shared_memory()
 
 
 def hub_cache(environment: Mapping[str, str]) -> str:
@@ -56,16 +35,20 @@ def hub_cache(environment: Mapping[str, str]) -> str:
 
 
 def folder(name: str, what: str, path: str, elsewhere: str) -> Finding:
-    """Looks at the place for a folder that may not be there yet."""
-    absolute = pathlib.Path(path).absolute()
-    existing = next(one for one in (absolute, *absolute.parents) if one.is_dir())
-    size = os.statvfs(existing)
-    free, total = size.f_bavail * size.f_frsize, size.f_blocks * size.f_frsize
-    data = {"path": path, "free": free, "total": total}
-    line = f"{what} ({path}): {gib(free)} of {gib(total)} are free"
-    if (why := unwritable(existing)) is not None:
+    """Looks at the place for a folder that may not be there yet. Something is written: permissions alone do not tell,
+    nor does room."""
+    try:
+        absolute = pathlib.Path(path).absolute()
+        existing = next(one for one in (absolute, *absolute.parents) if one.is_dir())
+        free, total, room = _room(existing)
+        with tempfile.NamedTemporaryFile(prefix=".mrl-", dir=existing) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+    except OSError as error:
         say = warning if name == "disk.hub" else fault  # models that are there already are read all the same
-        return say(name, f"{what} ({path}) cannot be written ({why})", elsewhere, **data)
+        return say(name, f"{what} ({path}) cannot be written ({error.strerror or error})", elsewhere, path=path)
+    data = {"path": str(absolute), "free": free, "total": total}
+    line = f"{what} ({absolute}): {room}"
     if free < TOO_LITTLE:
         return fault(name, line, f"make room, or {elsewhere}", **data)
     if free < LITTLE and name != "disk.tmp":
@@ -73,23 +56,18 @@ def folder(name: str, what: str, path: str, elsewhere: str) -> Finding:
     return ok(name, line, **data)
 
 
-def unwritable(folder: pathlib.Path) -> str | None:
-    """Returns why nothing can be written there, by writing something: permissions alone do not tell, nor does room."""
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".mrl-", dir=folder) as file:
-            file.write(b"x" * 4096)
-            file.flush()
-    except OSError as error:
-        return "no room, or a quota is used up" if error.errno == errno.EDQUOT else error.strerror or str(error)
-    return None
+def _room(path: str | pathlib.Path) -> tuple[int, int, str]:
+    """Returns bytes that are free, all bytes, and both in words."""
+    size = os.statvfs(path)
+    free, total = size.f_bavail * size.f_frsize, size.f_blocks * size.f_frsize
+    return free, total, f"{gib(free)} of {gib(total)} are free"
 
 
 def _shared_memory() -> Iterator[Finding]:
     if not os.path.isdir("/dev/shm"):
         return
-    size = os.statvfs("/dev/shm")
-    free, total = size.f_bavail * size.f_frsize, size.f_blocks * size.f_frsize
-    line = f"shared memory (/dev/shm): {gib(free)} of {gib(total)} are free"
+    free, total, room = _room("/dev/shm")
+    line = f"shared memory (/dev/shm): {room}"
     if free < SHARED_MEMORY:
         what = f"{line}: NCCL between GPUs without peer access and vLLM with tp need more, and end by SIGBUS"
         fix = "docker run --ipc=host, or --shm-size=16g; remove old files there"

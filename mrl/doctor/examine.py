@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mrl
@@ -18,16 +18,17 @@ from mrl.doctor import (
     disks,
     gpu_packages,
     gpus,
+    known,
     limits,
     network,
     packages,
     used,
     variables,
 )
-from mrl.doctor.findings import LEVELS, Finding, Level, Section, fault, warning, worst
-from mrl.doctor.imports import ImportResult, imports
-from mrl.doctor.probe import FACTS
+from mrl.doctor.findings import LEVELS, Finding, Level, Section, warning
+from mrl.doctor.imports import ImportResult, is_found, load
 from mrl.errors import one_line
+from mrl.mcore_models.optional import ABSENT, MODULES
 
 AT_ONCE = 6
 """Programs that are waited for at a time; most of them sleep."""
@@ -47,7 +48,7 @@ class Report:
 
     @property
     def worst(self) -> Level:
-        return worst(self.findings)
+        return max((finding.level for finding in self.findings), key=LEVELS.index, default="ok")
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `mrl doctor --json` prints."""
@@ -73,38 +74,44 @@ def examine(*, with_collectives: bool = False) -> Report:
     """Looks at this machine and this installation."""
     begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        asked_imports, asked_choices = pool.submit(imports, packages.steps()), pool.submit(used.choices)
-        optional = gpu_packages.present()
-        asked_optional = pool.submit(imports, gpu_packages.steps(optional)) if optional else None
-        smi = pool.submit(gpus.smi)
-        imported, choices = asked_imports.result(), asked_choices.result()
-        found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
-        loaded = asked_optional.result() if asked_optional is not None else {}
-        broken = [package.name for package in optional if loaded[package.module].error is not None]
-        gpu = gpus.has_gpu(found, facts)
-        megatron = choices.imported_megatron if torch else ImportResult(blocked_by="torch")
-        sections = [
-            _section("Python and packages", lambda: packages.section(imported, megatron, broken)),
-            _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
-            _section(
-                "Packages for GPUs and rollouts",
-                lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
-            ),
-            _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
-            _section("Processors, memory and limits", limits.section),
-            _section("Disks", disks.section),
-            _section("Network", network.section),
-            _section("Environment variables", variables.section),
-        ]
-        if with_collectives:
-            sections.append(_section("Collectives", lambda: _collectives(facts, torch)))
+        smi, torch = pool.submit(gpus.smi), _needed("torch")
+        facts = torch.facts
+        needed = [name for name in known.NEEDED_PACKAGES if torch.works or name not in known.NEED_TORCH]
+        optional = [package for package in gpu_packages.PACKAGES if package.is_present]
+        choices = pool.submit(used.choices) if torch.works else None
+        modules = [MODULES.get(package.module, (package.module,)) for package in optional]
+        loading = pool.map(load, [package.module for package in optional], modules)
+        imported = dict(
+            zip(needed, pool.map(lambda name: torch if name == "torch" else _needed(name), needed), strict=True)
+        )
+        loaded = dict(zip([package.module for package in optional], loading, strict=True))
+        chosen: Mapping[str, Any] = choices.result() if choices is not None else {"error": "torch does not load"}
+        found = smi.result()
+    broken = [package.name for package in optional if torch.works and not loaded[package.module].works]
+    count = facts["count"] if facts is not None else 0
+    gpu = bool(count or (found is not None and found.gpus))
+    sections = [
+        _section("Python and packages", lambda: packages.section(imported, broken)),
+        _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
+        _section(
+            "Packages for GPUs and rollouts",
+            lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
+        ),
+        _section(used.TITLE, lambda: used.section(chosen), used.table(chosen.get("rows", ()))),
+        _section("Processors, memory and limits", limits.section),
+        _section("Disks", disks.section),
+        _section("Network", network.section),
+        _section("Environment variables", variables.section),
+    ]
+    if with_collectives and torch.works:
+        sections.append(_section("Collectives", lambda: collectives.section(count)))
     return Report(sections, time.monotonic() - begun, socket.gethostname())
 
 
-def _collectives(facts: ImportResult, torch: bool) -> Iterable[Finding]:
-    if not torch:
-        return [fault("collectives", "no all-reduce was tried, as torch does not load", "mend torch first")]
-    return collectives.section(facts.facts["count"] if facts.works else 0)
+def _needed(name: str) -> ImportResult:
+    """Returns the import of a package that runs need."""
+    modules = known.NEEDED_PACKAGES[name]
+    return load(name, modules) if is_found(modules[0].partition(".")[0]) else ImportResult(ABSENT)
 
 
 def _section(title: str, look: Callable[[], Iterable[Finding]], table: Sequence[Sequence[str]] = ()) -> Section:

@@ -57,11 +57,6 @@ class Section:
     table: Sequence[Sequence[str]] = ()  # shown above the findings; the first row has the names of columns
 
 
-def worst(findings: Sequence[Finding]) -> Level:
-    """Returns the highest level of some findings."""
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
-
-
 def gib(size: float) -> str:
     """Returns bytes as people read them."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):

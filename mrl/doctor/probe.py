@@ -1,55 +1,54 @@
-"""Imports packages one after another, in a process that may crash: `python -m mrl.doctor.probe REQUEST`.
+"""Imports a package, in a process that may crash: `python -m mrl.doctor.probe NAME MODULE ...`.
 
-REQUEST is JSON:
-
-    steps: [the fields of `imports.Step`, ...]
-    failed: [names of steps that went wrong before]
-    hidden: [packages to treat as absent]
-    limit_s: the longest time of a step
-
-A line of JSON is printed before each step and another one after it. So the reader (imports.py) knows the step that the
-process ended in.
+It prints a line of JSON with the version or the error; of torch, another one with what torch says of this machine.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mrl.mcore_models import optional
 
-FACTS = "torch facts"
-"""The step that asks torch about this machine."""
 
-
-def main(request: Mapping[str, Any]) -> None:
+def main(name: str, modules: Sequence[str]) -> None:
     say = own_output()
-    for package in request["hidden"]:
-        sys.modules[package] = None  # type: ignore[assignment]  # to Python's import: there is no such package
-    failed = set(request["failed"])
-    for step in request["steps"]:
-        name = step["name"]
-        if step["needs"] in failed:
-            failed.add(name)
-            say({"name": name, "blocked_by": step["needs"]})
-            continue
-        say({"begun": name})
-        # SIGALRM's default action ends the process, also inside C++ that never comes back to Python
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
-        begun = time.perf_counter()
-        result = _facts() if name == FACTS else _imported(name, step["modules"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if "error" in result:
-            failed.add(name)
-        say({"name": name, "seconds": time.perf_counter() - begun, **result})
+    try:
+        say({"version": _version(name, modules)})
+    except BaseException as error:  # a package may raise anything, SystemExit too
+        say({"error": f"{type(error).__name__}: {error}"})
+        return
+    if name == "torch":
+        from mrl.doctor.torch_facts import facts
+
+        say({"facts": facts()})
+
+
+def _version(name: str, modules: Sequence[str]) -> str | None:
+    """Imports the modules. Returns the version of the first, if it has one."""
+    if name == "megatron-core":
+        from mrl.mcore_models import cpu_stand_in
+
+        cpu_stand_in.prepare()
+    fault = optional.fault_of(name) if name in optional.MODULES else None  # as the process that trains finds out
+    if fault is not None:
+        raise ImportError(fault)
+    with warnings.catch_warnings(action="ignore"), optional.use_cudnn_of_torch():  # peft imports transformer-engine
+        found = [importlib.import_module(module) for module in modules]
+        try:
+            version = getattr(found[0], "__version__", None)
+        except importlib.metadata.PackageNotFoundError:  # click looks it up among installed packages
+            version = None
+    if found[0].__spec__ is None or found[0].__spec__.origin is None:
+        raise ImportError("it is a folder of that name without code")
+    return version if isinstance(version, str) else None
 
 
 def own_output() -> Callable[[Mapping[str, Any]], None]:
@@ -68,37 +67,5 @@ def own_output() -> Callable[[Mapping[str, Any]], None]:
     return say
 
 
-def _imported(name: str, modules: Sequence[str]) -> Mapping[str, Any]:
-    """Imports `modules`. Returns what went wrong, or the version and the file of the first."""
-    if name in optional.MODULES:  # as the process that trains finds out
-        fault = optional.fault_of(name)
-        return {"error": fault} if fault is not None else _about(importlib.import_module(name))
-    try:  # peft imports transformer-engine where it is
-        with warnings.catch_warnings(action="ignore"), optional.use_cudnn_of_torch():
-            found = [importlib.import_module(module) for module in modules]
-    except BaseException as error:  # a package may raise anything, SystemExit too
-        return {"error": f"{type(error).__name__}: {error}"}
-    return _about(found[0])
-
-
-def _about(module: Any) -> Mapping[str, Any]:
-    try:
-        with warnings.catch_warnings(action="ignore"):  # else it would be taken for the last words of what comes next
-            version = getattr(module, "__version__", None)
-    except Exception:  # click and others look it up among installed packages, where they may not be
-        version = None
-    return {
-        "version": version if isinstance(version, str) else None,
-        "file": getattr(module, "__file__", None),
-        "is_package": module.__spec__ is not None and module.__spec__.origin is not None,
-    }
-
-
-def _facts() -> Mapping[str, Any]:
-    from mrl.doctor.torch_facts import facts
-
-    return {"facts": facts()}
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], sys.argv[2:])

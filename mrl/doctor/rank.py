@@ -24,17 +24,16 @@ def main(device_type: str) -> None:
 
     from mrl.engine import all_reduce, collective
 
-    say({"phase": "started"})
+    say({"phase": "joining the other"})
     collective.join_processes(device_type)
-    say({"phase": "joined"})
     devices = {"gloo": torch.device("cpu")}
     if device_type == "cuda":
         devices["nccl"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     for backend, device in devices.items():
-        for size, seconds in all_reduce.time_all_reduce(device, LARGE[device.type]):
-            say({"phase": "summed", "backend": backend, "bytes": size, "seconds": seconds})
+        say({"phase": f"in an all-reduce over {backend}"})
+        seconds = list(all_reduce.time_all_reduce(device, LARGE[device.type]))
+        say({"phase": f"after those over {backend}", "backend": backend, "seconds": seconds})
     all_reduce.destroy_process_groups()
-    say({"phase": "done"})
 
 
 if __name__ == "__main__":

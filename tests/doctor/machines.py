@@ -21,10 +21,10 @@ BREAKS = {
     "SystemExit": ("raise SystemExit('licence not found')", "SystemExit: licence not found"),
     "KeyboardInterrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "numpy": ("raise ImportError('numpy.core.multiarray failed to import')", "it is built for another numpy"),
-    "abort": (ABORTS, "its import ends the process (ended by SIGABRT: terminate called after throwing"),
-    "segmentation fault": (SEGFAULTS, "its import ends the process (ended by SIGSEGV"),
-    "exit": ("import os\nos._exit(3)", "its import ends the process (ended with exit code 3"),
-    "kill": ("import os\nos.kill(os.getpid(), 9)", "its import ends the process (ended by SIGKILL"),
+    "abort": (ABORTS, "its import ended by SIGABRT: terminate called after throwing"),
+    "segmentation fault": (SEGFAULTS, "its import ended by SIGSEGV"),
+    "exit": ("import os\nos._exit(3)", "its import ended with exit code 3"),
+    "kill": ("import os\nos.kill(os.getpid(), 9)", "its import ended by SIGKILL"),
 }
 
 
