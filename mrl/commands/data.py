@@ -20,7 +20,7 @@ def _show(config_path: str, overrides: Sequence[str], *, evaluation: bool, **opt
 
 
 SHOW = Command(
-    help="""Say what rows become: their tokens, which of them train and with what weight, lengths, packing.
+    help="""Say what rows become: their tokens, which of them train and with what weight, lengths.
 
     CONFIG is the file of any command that trains on rows; `data` and a model's path suffice. Only the tokenizer of the
     model is read, no weights. Rows are those that the run begins with, in its order. What trains is coloured on a
@@ -37,7 +37,7 @@ SHOW = Command(
         OVERRIDES,
         Option(names="--as", into="of", choices=lambda: list(roots()), help="Command whose config it is."),
         Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
-        Option(names="--count", kind="flag", help="Read every row: all lengths, what is left out, steps of the run."),
+        Option(names="--count", kind="flag", help="Read every row: all lengths, and what is left out."),
         Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),
         Option(
             names="--tokens", into="by_token", kind="flag",

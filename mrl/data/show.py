@@ -1,4 +1,4 @@
-"""Rows as people read them: the text of their tokens with what trains marked, and lengths as a histogram.
+"""Rows as people read them: the text of their tokens with what trains marked, and their lengths.
 
 Dimensions: a sequence has `T` tokens, of which the first never trains: nothing precedes it.
 """
@@ -18,7 +18,6 @@ from mrl.data.scored import ScoredRow
 from mrl.errors import printable
 
 ENDS, MOST = 300, 640  # tokens shown at each end of a sequence with more than MOST
-BINS, WIDTH = 10, 40  # of a histogram: its lines, and characters of the longest bar
 OPEN, CLOSE = "⟦", "⟧"
 TRAINS, OTHER_WEIGHT, CONTEXT, RESET = "\x1b[1;32m", "\x1b[1;35m", "\x1b[2m", "\x1b[0m"
 
@@ -131,23 +130,6 @@ def token_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, colour
         line = f"{place:>7} {token:>8} {weight:>7g}  {printable(repr(tokenizer.decode([token])))}"
         line += f"  {of.targets[place]}" if place in of.targets else ""
         yield f"{TRAINS}{line}{RESET}" if coloured and weight else line
-
-
-def histogram(values: Sequence[int]) -> list[str]:
-    """Returns lines of a histogram with bins of equal width: from and to, how many, a bar."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    width = max(1, -(-(high - low + 1) // BINS))
-    counts = [0] * (-(-(high - low + 1) // width))
-    for value in values:
-        counts[(value - low) // width] += 1
-    edges = [(low + i * width, min(high, low + (i + 1) * width - 1)) for i in range(len(counts))]
-    wide, most = len(f"{high:,}"), max(counts)
-    return [
-        f"{first:>{wide},} to {last:>{wide},}  {count:>9,}  {'#' * -(-count * WIDTH // most)}".rstrip()
-        for (first, last), count in zip(edges, counts, strict=True)
-    ]
 
 
 def summary(values: Sequence[int]) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mrl.config.sources import Share
     from mrl.data.show import ShownSequence
 
-SAMPLE, LARGEST = 256, 4096
-"""Rows whose lengths are looked at without --count: so many at least, and no more for a large batch."""
+SAMPLE = 256
+"""Rows whose lengths are looked at without --count, or as many as are shown."""
 
 
 def run(
@@ -52,8 +52,9 @@ def run(
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
         preflight.check_data(config.data)
-        found = _read(command, config, part, has_batch="train.global_batch_size" not in stand_ins)
-    for number, read in enumerate(found):
+        task, tokenizer, sets = _sets(command, config, part)
+    for number, (name, dataset) in enumerate(sets.items()):
+        read = OpenRows(command, config, task, tokenizer, dataset, part, name)
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
             echo(line)
 
@@ -104,13 +105,6 @@ def _stand_ins(raw: Mapping[str, Any], command: TrainingCommand[Any]) -> dict[st
     if rewarded and not any(value_at(raw, key) for key in scores):
         found["rewards"] = "{functions: [{name: length, maximum: 1}]}"
     return found
-
-
-def _read(
-    command: TrainingCommand[Any], config: Any, part: Literal["train", "eval"], *, has_batch: bool
-) -> list[OpenRows]:
-    task, tokenizer, sets = _sets(command, config, part)
-    return [OpenRows(command, config, task, tokenizer, rows, part, name, has_batch) for name, rows in sets.items()]
 
 
 def _sets(
@@ -179,7 +173,6 @@ class OpenRows:
     dataset: Any
     part: Literal["train", "eval"]
     name: str = ""  # of a set of data.eval, where there are several
-    has_batch: bool = True  # whether the config says what a batch is
 
     @property
     def shares(self) -> Sequence[Share]:
@@ -195,7 +188,7 @@ class OpenRows:
 
     def lines(self, *, rows: int, count: bool, by_token: bool, coloured: bool) -> Iterator[str]:
         """Yields what is printed."""
-        from mrl.data.show import histogram, sequences_of, summary
+        from mrl.data.show import sequences_of, summary
         from mrl.data.stream import Report
 
         kind = getattr(self.dataset, "format", None)
@@ -204,21 +197,18 @@ class OpenRows:
         number = "streamed rows" if self.dataset.is_streamed else pluralize(len(self.dataset), "row")
         yield f"{key}: {self.dataset.path}: {number}{form}"
         yield from self.dataset.notes()
-        batch = self.command.rows_of_batch(self.config)
-        packs = self.has_batch and self.part == "train" and not self.command.generates and batch <= LARGEST
-        kept = list(itertools.islice(self._rows(Report()), max(rows, batch if packs else 0)))
         report, titles = Report(), ["", *(share.title for share in self.shares)]
         seen = {title: SequenceCounts(self.command.generates) for title in titles}
+        for row in itertools.islice(self._rows(Report()), rows):
+            yield ""
+            yield from self._row(row, by_token, coloured)
         every = self._every_row(report) if count else self._rows(report)
-        for row in itertools.islice(every, None if count else max(rows, min(LARGEST, max(SAMPLE, batch)))):
+        for row in itertools.islice(every, None if count else max(rows, SAMPLE)):
             for name in {"", row.source}:
                 seen[name].add(sequences_of(row.item))
         whole = seen.pop("")
         if not whole.rows:
             raise report.no_rows_left(self.dataset)
-        for row in kept[:rows]:
-            yield ""
-            yield from self._row(row, by_token, coloured)
         yield ""
         seen_rows = whole.rows + report.skipped + report.dropped
         is_all = count or not (self.dataset.is_streamed or self.shares or seen_rows < len(self.dataset))
@@ -227,18 +217,9 @@ class OpenRows:
         for name, of_source in seen.items():
             yield f"  {name}: {pluralize(of_source.rows, 'row')}, {of_source}"
         yield f"tokens of a sequence: {summary(whole.lengths)}"
-        yield from (f"  {line}" for line in histogram(whole.lengths))
         counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
         yield f"rows used: {whole.rows:,}, {counts}"
         yield from (f"  {note}" for note in report.notes)
-        if packs and len(kept) >= batch:
-            yield self._packing([row.item for row in kept[:batch]])
-        if not self.has_batch:
-            return
-        if self.shares and self.part == "train":
-            yield from self._shares_of_run(seen, batch, count=count)
-        if self.part == "train" and count:
-            yield self._steps(whole.rows, batch)
 
     def _rows(self, report: Any) -> Iterator[Row]:
         """Yields each used row once, and fills the report.
@@ -297,93 +278,3 @@ class OpenRows:
             shown = token_lines if by_token else text_lines
             for line in shown(self.tokenizer, sequence, coloured=coloured):
                 yield f"  {line}".rstrip()
-
-    def _packing(self, items: Sequence[Any]) -> str:
-        """Returns how the first global batch is laid into micro-batches, where one replica has it all."""
-        from mrl.engine.microbatch import plan_micro_batches
-
-        batch = self.task.batch_of(items)
-        part = next(part for part in self.command.parts(self.config) if part.optimizer is not None)
-        role = self.command.engine_config(self.config, part)
-        limit, lengths = role.engine.micro_batch, batch.lengths.tolist()
-        made = plan_micro_batches(
-            lengths, group=batch.group, size=limit.size, tokens=limit.token_limit, packed=role.packing
-        )  # fmt: skip
-        sums = [sum(lengths[i] for i in one) for one in made]
-        most = [len(one) * max(lengths[i] for i in one) for one in made]
-        of = pluralize(limit.size, "sequence") if limit.size is not None else f"at most {limit.tokens:,} tokens"
-        laid = "sequences end to end" if role.packing else f"padding {100 * (1 - sum(sums) / sum(most)):.1f} %"
-        text = (
-            f"the first batch on one replica: {pluralize(len(lengths), 'sequence')} in "
-            f"{pluralize(len(made), 'micro-batch', 'micro-batches')} of {of}, {laid}"
-        )
-        if role.packing and limit.tokens is not None:
-            text += f", {100 * sum(sums) / (len(made) * limit.tokens):.1f} % full"
-        return text
-
-    def _steps(self, usable: int, batch: int) -> str:
-        from mrl.data.batches import steps_for_epochs
-
-        if self.shares:
-            steps, on_each = self._steps_of_mixture(batch), self.task.steps_of_batch
-            each = "" if on_each == 1 else f", {on_each:,} on each batch"
-            return f"length: {pluralize(steps, 'step')}{each} of {pluralize(batch, 'row')}, mixed from {usable:,}"
-        train = self.config.train
-        what = "iterations" if self.command.generates else "steps"
-        if train.steps is not None:
-            made = train.steps if not self.command.generates else None
-            passes = "" if made is None else f": {made * batch / usable:.2f} passes over the rows"
-            return f"length: train.steps {train.steps:,}, {pluralize(batch, 'row')} in each of the {what}{passes}"
-        epochs = 1.0 if train.epochs is None else train.epochs
-        made = steps_for_epochs(epochs, usable, batch)
-        length = f"{pluralize(epochs, 'epoch')} of {pluralize(usable, 'row')}, {batch:,} a step"
-        return f"length: {length}: {pluralize(made, what.removesuffix('s'))}"
-
-    def _steps_of_mixture(self, batch: int) -> int:
-        from mrl.trainers.console import open_console
-        from mrl.trainers.mixture_length import length_of_mixture
-
-        return length_of_mixture(
-            self.config, self.dataset, open_console("none", enabled=False), rows=batch, each=self.task.steps_of_batch,
-            check=lambda steps, length: None,
-        )  # fmt: skip
-
-    def _shares_of_run(self, seen: Mapping[str, SequenceCounts], batch: int, *, count: bool) -> Iterator[str]:
-        """Yields what the run takes of each source of a mixture. seen: of each; all of its rows where `count`."""
-        from mrl.data.mixture_shares import SourceSupply, shares_of_run
-        from mrl.data.stream import may_leave_out
-
-        may_lack = may_leave_out(self.dataset.config) and not count
-        if self.config.train.steps is None and may_lack:
-            yield "shares of the run: --count gives them, as rows may be left out and its length depends on them"
-            return
-        is_given = may_lack or self.dataset.is_streamed
-        given = self.config.train.steps if is_given else None
-        steps = self._steps_of_mixture(batch) if given is None else given
-        rows, mixer = -(-steps // self.task.steps_of_batch) * batch, self.task.source(self.dataset).mixer
-        lengths = [length for one in seen.values() for length in one.lengths]
-        supplies = []
-        mean = sum(lengths) / sum(one.rows for one in seen.values())
-        for of, source, weight, last in zip(
-            seen.values(), self.dataset.sources, mixer.weights, mixer.last, strict=True
-        ):
-            usable = None if source.is_streamed else of.rows if count else len(source)
-            most = None if last is None or usable is None else last * usable / len(source)
-            tokens = sum(of.lengths) / of.rows if of.rows else mean  # of no row in what was read
-            supplies.append(SourceSupply(weight, usable, most, tokens))
-        found = shares_of_run(supplies, rows, by_tokens=mixer.by_tokens)
-        if_all = ", if none is left out" if may_lack else ""
-        yield f"the run takes {pluralize(rows, 'row')} in {pluralize(steps, 'step')}{if_all}:"
-        tokens_of_run = sum(one.rows * supply.tokens for one, supply in zip(found, supplies, strict=True))
-        for share, one, supply in zip(self.shares, found, supplies, strict=True):
-            of_tokens = one.rows * supply.tokens / tokens_of_run
-            line = f"  {share.title}: {100 * one.rows / rows:.1f} % of the rows, {100 * of_tokens:.1f} % of the tokens"
-            if one.passes is not None:
-                passes = pluralize(float(f"{one.passes:.3g}"), "pass", "passes")
-                line += f", {passes} over {pluralize(supply.rows or 0, 'row')}"
-            if share.epochs is not None and supply.rows is None:
-                line += f", until {pluralize(share.epochs, 'pass', 'passes')} over it are made"
-            elif one.ends_after is not None:
-                at = math.ceil(one.ends_after / batch) * self.task.steps_of_batch
-                line += f"; epochs {share.epochs:g} of it are over at about step {at:,}"
-            yield line

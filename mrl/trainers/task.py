@@ -29,7 +29,7 @@ HFConfig = dict[str, Any]
 
 class RowsTask(Protocol):
     """Gives the rows of a command for `mrl data show`. A `Task` is one. With sources in data.train it has a Task's
-    `of_data`, `source` and `steps_of_batch`, too."""
+    `of_data` and `source`, too."""
 
     def dataset(
         self, tokenizer: PreTrainedTokenizerBase, folder: str, hf_config: HFConfig, part: Part
@@ -76,8 +76,6 @@ def role_config(
 class Task(abc.ABC, Generic[C]):
     """The rows of a command, the batches that they make, and the loss on them."""
 
-    steps_of_batch = 1
-    """Optimizer steps on each batch of rows."""
     loss_fn: LossFn
     denominator = "tokens"
     """Of `Batch.denominators`, what the loss is divided by."""

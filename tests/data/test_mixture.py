@@ -15,7 +15,6 @@ from mrl.config.sources import SFTShare, SFTSource, eval_of, train_of
 from mrl.data.batches import BatchSource, eval_batches
 from mrl.data.dataset import SFTDataset
 from mrl.data.mixture import eval_rows, train_rows
-from mrl.data.mixture_shares import SourceSupply, shares_of_run
 from mrl.data.stream import Report, usable_of_mixture
 from mrl.errors import CheckpointError, ConfigError, DataError
 from tests.config.test_load import BASE
@@ -139,26 +138,6 @@ def test_a_source_ends_with_its_epochs_and_the_others_go_on(files):
     assert len(taken(made, 5)) == 25
     with pytest.raises(DataError, match=r"^data.train: every source has given the passes over its rows that its epoch"):
         made.next()
-
-
-@pytest.mark.parametrize("mix_by", ["rows", "tokens"])
-def test_shares_of_a_run_are_known_before_it(files, mix_by):
-    """To within a row for each source, or its longest row where tokens count, of what the batches hold."""
-    keys = {"a": {"weight": 0.5, "epochs": 3}, "b": {"weight": 0.3}, "c": {"weight": 0.2, "epochs": 2}}
-    made = source(listed(files, **keys), mix_by=mix_by)
-    held = [name for name, _ in taken(made, 20)]
-    tokens = [[len(one.load(row).ids) for row in range(len(one))] for one in made.dataset.sources]
-    supplies = [
-        SourceSupply(weight, len(of), None if last is None else last, sum(of) / len(of))
-        for weight, of, last in zip(made.mixer.weights, tokens, made.mixer.last, strict=True)
-    ]
-    found = shares_of_run(supplies, len(held), by_tokens=mix_by == "tokens")
-    assert sum(one.rows for one in found) == pytest.approx(len(held))
-    for name, one in zip("abc", found, strict=True):
-        assert abs(one.rows - held.count(name)) < 2, (name, one)
-        assert one.passes == pytest.approx(one.rows / SIZES[name])
-        last = len(held) - held[::-1].index(name)
-        assert (one.ends_after is None) == (name == "b") and (name == "b" or abs(one.ends_after - last) < 8)
 
 
 def test_rows_within_the_epochs_are_counted_where_some_are_left_out(files, tmp_path):

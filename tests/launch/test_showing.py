@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mrl import cli
 from mrl.commands import data as record
 from mrl.data.order import row_order
-from mrl.data.show import TRAINS, ShownSequence, histogram, summary, text_lines
+from mrl.data.show import TRAINS, ShownSequence, summary, text_lines
 from tests.data.tiny_tokenizers import make_tokenizer, write_jsonl
 from tests.trainers import tiny_runs
 
@@ -63,9 +63,6 @@ def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(i
     ]  # fmt: skip
     assert "all rows: 10 sequences, 151 tokens, 23 train (15.2 %)" in lines
     assert "tokens of a sequence: mean 15.1, median 15, 95 % within 18, longest 18" in lines
-    assert lines[-1] == (
-        "the first batch on one replica: 4 sequences in 2 micro-batches of 2 sequences, sequences end to end"
-    )
 
 
 @pytest.mark.parametrize(
@@ -94,15 +91,12 @@ def test_the_rows_and_a_tokenizer_suffice(inputs, tmp_path, name, words, says, r
     (inputs / "few.yaml").write_text(yaml.safe_dump(config))
     lines = whole(inputs, "few", "--rows", "9", *words)
     assert lines[0] == says and any(line.startswith(row) for line in lines), lines
-    assert not any(line.startswith(("the first batch", "length:")) for line in lines)
-    assert not any(line.startswith("length:") for line in whole(inputs, "few", "--count", *words))
 
 
-def test_count_reads_all_and_gives_the_steps(inputs):
-    keys = ["train.steps=null", "train.epochs=3", "data.truncation=drop", "data.max_length=15"]
+def test_count_reads_all(inputs):
+    keys = ["data.truncation=drop", "data.max_length=15"]
     lines = show(inputs, "sft", "--count", "--rows", "0", *keys)
     assert "rows used: 6, skipped: 0, dropped: 4, truncated: 0" in lines
-    assert lines[-1] == "length: 3 epochs of 6 rows, 4 a step: 5 steps"
     lines = show(inputs, "sft", "--rows", "1", "data.truncation=right", "data.max_length=17", "data.loss_on=all")
     assert "rows used: 10, skipped: 0, dropped: 0, truncated: 2" in lines
 
@@ -146,16 +140,11 @@ def test_where_scores_are_read_is_marked_with_what_they_should_be(inputs):
 
 
 def test_pairs_and_prompts_have_their_sequences(inputs):
-    lines = show(inputs, "dpo", "--rows", "1", "engine.micro_batch.size=null", "engine.micro_batch.tokens=128")
+    lines = show(inputs, "dpo", "--rows", "1")
     assert {"pairs.jsonl:1: chosen: 15 tokens, 2 train", "pairs.jsonl:1: rejected: 16 tokens, 3 train"} <= set(lines)
-    assert re.match(
-        r"the first batch on one replica: 8 sequences in 1 micro-batch of at most 128 tokens, sequences end to end, "
-        r"9\d\.\d % full$", lines[-1],
-    )  # fmt: skip
     lines = show(inputs, "grpo", "--rows", "1", "--count", "data.columns={chosen: answer}")
     assert "pairs.jsonl:1: prompt: 12 tokens, a prompt" in lines and "train (" not in "".join(lines)
     assert any(re.match(r"all rows: 6 prompts of \d+ tokens, of which none trains", line) for line in lines)
-    assert lines[-1] == "length: train.steps 3, 2 rows in each of the iterations"
 
 
 def test_a_row_that_counts_otherwise_says_its_weight(inputs):
@@ -200,12 +189,7 @@ def test_weights_colours_and_what_a_terminal_would_take_for_a_command():
     assert "... 400 tokens, 400 of them train ..." in list(text_lines(tokenizer, long, coloured=False))
 
 
-def test_a_histogram_counts_every_value_once():
-    values = [3, 3, 4, 60, 61, 102]
-    lines = histogram(values)
-    assert sum(int(line.split()[3].replace(",", "")) for line in lines) == len(values)
-    assert lines[0].split()[:4] == ["3", "to", "12", "3"] and lines[-1].split()[:3] == ["93", "to", "102"]
-    assert (histogram([]), histogram([7])) == ([], ["7 to 7          1  " + "#" * 40])
+def test_lengths_are_summed_up():
     assert summary(list(range(1, 101))) == "mean 50.5, median 50, 95 % within 95, longest 100"
 
 
@@ -229,27 +213,15 @@ def test_a_mixture_is_shown_in_its_order_with_the_share_of_each_source(inputs):
     assert places == ["train", "eval", "train", "train"] * 2
     assert any(re.match(r"the first 17 rows that are used: 17 sequences", x) for x in lines)
     assert any(re.match(r"  train: 13 rows, 13 sequences, \d+ tokens, \d+ train \(.* %\)$", x) for x in lines)
-    at = lines.index("the run takes 20 rows in 5 steps:")
-    assert re.match(r"  train: 75.0 % of the rows, \d\d.\d % of the tokens, 1.5 passes over 10 rows$", lines[at + 1])
-    assert re.match(r"  eval: 25.0 % of the rows, \d\d.\d % of the tokens, 0.714 passes over 7 rows$", lines[at + 2])
     lines = show(inputs, "sft", "--rows", "0", "--count", f"data.train={sources}", "train.steps=null")
     assert [line.split(",")[0] for line in lines if re.match("  (train|eval): .*sequences", line)] == [
         "  train: 10 rows", "  eval: 7 rows",
     ]  # fmt: skip
-    assert lines[-1] == "length: 5 steps of 4 rows, mixed from 17"
-    assert lines[-4] == "the run takes 20 rows in 5 steps:" and " 75.0 % of the rows" in lines[-3]
-    capped = sources.replace("weight: 3", "weight: 3, epochs: 1")
-    for words in (["--count"], []):
-        lines = show(inputs, "sft", "--rows", "0", *words, f"data.train={capped}", "train.steps=10")
-        found = [line for line in lines if "passes over" in line or "pass over" in line]
-        assert re.match(r"  train: 25.0 % .*, 1 pass over 10 rows; epochs 1 of it are over at about step 4$", found[0])
-        assert re.match(r"  eval: 75.0 % .*, 4.29 passes over 7 rows$", found[1])
     halves = sources.replace("weight: 3", "weight: 3, epochs: 0.5").replace("weight: 1", "weight: 1, epochs: 0.5")
     lines = show(inputs, "sft", "--rows", "0", f"data.train={halves}", "train.steps=null")
     assert any(line.startswith("the first 8 rows that are used: ") for line in lines), lines
     prompts = show(inputs, "grpo", "--rows", "4", "--count", f"data.train={sources}", "train.steps=null")
     assert [line.split(":")[0] for line in prompts if re.match(r"(train|eval): \w+.jsonl:", line)] == [*places[:4]]
-    assert prompts[-1] == "length: 9 steps of 2 rows, mixed from 17"
     sets = f"data.eval={{one: {inputs}/eval.jsonl, two: {{path: {inputs}/train.jsonl, loss_on: all}}}}"
     lines = show(inputs, "sft", "--rows", "0", "--eval", sets)
     heads = [line for line in lines if line.startswith("data.eval")]

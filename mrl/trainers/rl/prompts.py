@@ -22,10 +22,6 @@ class PromptsTask:
         """Returns the same task on another section `data`."""
         return PromptsTask(dataclasses.replace(self.config, data=data))
 
-    @property
-    def steps_of_batch(self) -> int:
-        return self.config.steps_per_iteration
-
     def source(self, dataset: RowDataset[Prompt]) -> PromptSource:
         """Returns the endless prompts of data.train."""
         return PromptSource(dataset, seed=self.config.seed, shuffle=self.config.data.shuffle)
