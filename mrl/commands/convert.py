@@ -25,10 +25,6 @@ _VERIFY = Option(
 _NO_LOGITS = Option(
     names="--no-logits", kind="flag", help="With --verify: compare tensors alone, so that any size fits in memory."
 )
-_ALLOW_PICKLE = Option(
-    names="--allow-pickle", kind="flag",
-    help="Read pytorch_model.bin where there is no safetensors (tensors only, no code).",
-)  # fmt: skip
 _MODEL = Option(
     names="--model", metavar="HF_DIR",
     help="Folder with the config.json and tokenizer of a checkpoint; default: what its run's config.yaml names.",
@@ -49,19 +45,19 @@ def _on_files() -> Iterator[None]:
         raise UserError(name, why=str(error.strerror), fix="give another path, or put it right") from error
 
 
-def import_(source: str, out: str, allow_pickle: bool, check: bool, no_logits: bool) -> None:
+def import_(source: str, out: str, check: bool, no_logits: bool) -> None:
     _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.importing import import_hf
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("imported") as bar:
-            done = import_hf(source, out, allow_pickle=allow_pickle, progress=bar)
+            done = import_hf(source, out, progress=bar)
     for note in done.notes:
         echo(note)
     echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
     if check:
-        _verify_result(source, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
+        _verify_result(source, out, model=None, role=None, logits=not no_logits)
 
 
 def export(
@@ -92,7 +88,7 @@ def export(
         echo(note)
     if check:
         _verify_result(
-            place, out, model=model, role=role, allow_pickle=False, logits=not no_logits, own_base=adapter
+            place, out, model=model, role=role, logits=not no_logits, own_base=adapter
         )  # fmt: skip
 
 
@@ -103,7 +99,7 @@ def verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: b
 
 
 def _compare(
-    a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
+    a: str, b: str, *, model: str | None, role: str | None, prompts: tuple[str, ...] = (),
     logits: bool = True, own_base: bool = False,
 ) -> Comparison:  # fmt: skip
     """Returns how two models compare. own_base: B is adapters over the base that they name, not `model`."""
@@ -117,8 +113,8 @@ def _compare(
 
         model_b = None if own_base else model
         with (
-            open_any(a, model=model, role=role, allow_pickle=allow_pickle) as of_a,
-            open_any(b, model=model_b, role=role, allow_pickle=allow_pickle) as of_b,
+            open_any(a, model=model, role=role) as of_a,
+            open_any(b, model=model_b, role=role) as of_b,
             ProgressBar("compared") as bar,
         ):
             return compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
@@ -185,7 +181,6 @@ IMPORT = Command(
     params=(
         Argument(name="source", metavar="HF"),
         Argument(name="out"),
-        _ALLOW_PICKLE,
         _VERIFY,
         _NO_LOGITS,
     ),
@@ -241,7 +236,6 @@ VERIFY = Command(
         JSON,
         _MODEL,
         _ROLE,
-        _ALLOW_PICKLE,
     ),
 )  # fmt: skip
 

@@ -85,7 +85,6 @@ def import_hf(
     source: str | Path,
     out: str | Path,
     *,
-    allow_pickle: bool = False,
     file_bytes: int = FILE_BYTES,
     progress: Progress = silent,
 ) -> ImportResult:
@@ -95,7 +94,7 @@ def import_hf(
     is written if the folder is damaged, is not what its config.json says, or holds what cannot be converted.
     """
     check_free(Path(out))
-    with open_hf(source, allow_pickle=allow_pickle) as model:
+    with open_hf(source) as model:
         fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
         rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))

@@ -14,13 +14,11 @@ from mrl.weights.mcore_weights import MARKER
 from mrl.weights.safetensors_io import main_dtype
 
 
-def open_any(
-    path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
-) -> Source:
+def open_any(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
     """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
     place = local_folder(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
     if (place / "config.json").is_file() and not (place / MARKER).is_file():
-        return open_hf(place, allow_pickle=allow_pickle)
+        return open_hf(place)
     if is_adapter(place):
         return open_adapter(place, model=model)
     return open_checkpoint(place, model=model, role=role)

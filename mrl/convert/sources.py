@@ -37,7 +37,6 @@ from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
 from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
-from mrl.weights.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader
@@ -135,29 +134,21 @@ class Source:
         self.close()
 
 
-def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
+def open_hf(path: str | Path) -> Source:
     """Opens the Hugging Face folder or hub id `path`, and accounts for every tensor of it."""
     folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
     hf_config = read_hf_config(folder)
     family = as_stored_in(folder, family_for(hf_config))
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
-    pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
-        (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
-    )
-    try:
-        stored: WeightReader = PickleReader(folder) if pickled and allow_pickle else SafetensorsReader(folder)
-    except ModelError as error:
-        if pickled and not allow_pickle:
-            raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
-        raise
+    stored = SafetensorsReader(folder)
     layers = hf_config["num_hidden_layers"]
     if layers > len(stored.tensors):
         raise ModelError(
             folder / "config.json",
             why=f"num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all",
         )
-    files = None if pickled else hf_files(stored)
+    files: HFFiles | None = hf_files(stored)
     reader = unstack_experts(stored, family)
     if reader.tensors is not stored.tensors:
         files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert

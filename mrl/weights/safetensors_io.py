@@ -185,7 +185,7 @@ class SafetensorsReader:
         if pickles:
             return (
                 f"{self.path}: has only pickle weights ({shorten_list(pickles)}), refused because loading them runs "
-                "their code; save the model as safetensors"
+                "their code; save the model as safetensors (docs/convert.md)"
             )
         return f"{self.path}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights"
 

@@ -96,7 +96,7 @@ SOURCES = {  # what the readers of config.json and of safetensors files refuse t
     "lost tensor": (weights(lambda w: w.pop("model.norm.weight")), "1 missing (model.norm.weight)"),
     "truncated": (truncated, "its header promises"),
     "two heads": (weights(lambda w: w.update({"score.weight": torch.zeros(1, 32)})), "has two heads"),
-    "pickle": (pickled, "--allow-pickle"),
+    "pickle": (pickled, "save the model as safetensors"),
 }
 
 
@@ -137,21 +137,6 @@ def test_import_of_flipped_and_cut_headers_is_refused_or_right(hf, tmp_path):
         assert run("export", out, tmp_path / f"back{i}")[0] == 0
         assert hf_folders.differences(source, tmp_path / f"back{i}") == []
     assert refused > 0.9 * FLIPS
-
-
-def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
-    pickled(source)
-    assert run("import", source, tmp_path / "out", "--allow-pickle")[0] == 0
-    assert run("export", tmp_path / "out", tmp_path / "back")[0] == 0
-    assert hf_folders.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
-
-
-@pytest.mark.parametrize("file", [5, "../elsewhere.bin", "lost.bin", ["a"]], ids=str)
-def test_an_index_of_pickles_that_lies(source, tmp_path, file):
-    pickled(source)
-    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    code, said = run("import", source, tmp_path / "out", "--allow-pickle")
-    assert code == 2 and said.count("\n") == 1 and "pytorch_model.bin.index.json" in said
 
 
 def resealed(folder: pathlib.Path, name: str, content: bytes) -> None:
@@ -236,22 +221,6 @@ class Evil:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("allow", [True, False])
-def test_a_pickle_runs_no_code(source, tmp_path, allow):
-    pickled(source)
-    with (source / "pytorch_model.bin").open("wb") as out:
-        pickle.dump({"model.norm.weight": Evil(tmp_path / "ran")}, out)
-    code, said = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
-    assert code == 2 and said.count("\n") == 1
-    assert ("--allow-pickle" in said) is not allow  # no advice to do what was done
-    torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, source / "pytorch_model.bin")
-    code, mapped = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
-    assert code == 2 and mapped.count("\n") == 1 and "torch.load" not in said + mapped
-    if allow:
-        assert "is cut off, or none that torch.save" in said and "it calls posix.mkdir, which is code" in mapped
-    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
 def test_metadata_that_is_a_foreign_pickle_runs_no_code(imported, tmp_path):
