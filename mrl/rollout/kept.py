@@ -132,7 +132,7 @@ class KeptRollouts(TrajectorySource):
         if not path.exists():
             return None
         try:
-            kept = read_pt(path, fields=("asked", "trajectories", "seconds"), say=self._say)
+            kept = read_pt(path, fields=("asked", "trajectories", "seconds"))
             if kept["asked"] != asked:
                 return None
             given = [prompt for prompt in prompts for _ in range(asked["samples"])]

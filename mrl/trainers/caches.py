@@ -99,13 +99,12 @@ def saved_by(
 ) -> dict[str, Any] | None:
     """Returns what a cache's file holds; None where there is none, it was made by something else, or is damaged.
 
-    mmap: tensors stay in the file until they are read. say: is given a line on a file that is damaged, or of an older
-    mrl.
+    mmap: tensors stay in the file until they are read. say: is given a line on a file that is damaged.
     """
     if not path.exists():
         return None
     try:
-        saved = read_pt(path, fields=("made_by", *fields), mmap=mmap, say=say)
+        saved = read_pt(path, fields=("made_by", *fields), mmap=mmap)
     except CheckpointError as error:
         say(f"{path}: {error.why}, and is made anew")
         return None

@@ -28,7 +28,7 @@ def train(
     process when that file is half written.
     """
     module, name = (teacher, "top_by") if command == "sft" else (dpo, "answers_by")
-    ask, seal, counts = getattr(module, name), pt_file._Stream.seal, {"asked": 0, "files": 0}
+    ask, seal, counts = getattr(module, name), pt_file._Stream.finish, {"asked": 0, "files": 0}
 
     def asking(*args: Any, **options: Any) -> Any:
         counts["asked"] += 1
@@ -39,14 +39,14 @@ def train(
     def sealing(stream: pt_file._Stream) -> None:
         counts["files"] += 1
         if counts["files"] == dies_in_file:
-            os.truncate(stream._out.fileno(), stream._size // 2)
+            os.truncate(stream._out.fileno(), stream._out.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         seal(stream)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(module, name, asking))
         if dies_in_file:
-            stack.enter_context(mock.patch.object(pt_file._Stream, "seal", sealing))
+            stack.enter_context(mock.patch.object(pt_file._Stream, "finish", sealing))
         for kind in (AnswerCache, TopCache):
             stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
         return TRAIN[command](config), counts["asked"]
