@@ -69,7 +69,7 @@ CASES = [
     Case("unknown family", "config.json", ("'gpt2' is not supported", "qwen3"), edit=fields(model_type="gpt2")),
     Case("no theta", "model/config.json", ("rope_parameters.rope_theta = 0 is not a number above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
     # Weights.
-    Case("cut weights", "model/model.safetensors", ("header promises", "get the file again"), edit=lambda w: os.truncate(w.root / "model/model.safetensors", 5000)),
+    Case("cut weights", "model/model.safetensors", ("truncated or not a safetensors file", "get the file again"), edit=lambda w: os.truncate(w.root / "model/model.safetensors", 5000)),
     Case("lost shard", "model", ("model-00001-of-00002.safetensors", "get the missing files"), edit=lost_shard),
     Case("missing tensor", "model", (f"1 missing ({UP})",), edit=tensors(lambda t: t.pop(UP))),
     Case("weights for fsdp", "model", (f"1 missing ({UP})",), ("engine.backend=fsdp",), tensors(lambda t: t.pop(UP))),

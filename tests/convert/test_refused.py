@@ -94,7 +94,7 @@ SOURCES = {  # what the readers of config.json and of safetensors files refuse t
     "more layers than tensors": (config(num_hidden_layers=9_999), "num_hidden_layers 9999 cannot be"),
     "quantisation in a list": (config(quantization_config=["fp8"]), "quantization_config = ['fp8'] is not an object"),
     "lost tensor": (weights(lambda w: w.pop("model.norm.weight")), "1 missing (model.norm.weight)"),
-    "truncated": (truncated, "its header promises"),
+    "truncated": (truncated, "truncated or not a safetensors file"),
     "two heads": (weights(lambda w: w.update({"score.weight": torch.zeros(1, 32)})), "has two heads"),
     "pickle": (pickled, "save the model as safetensors"),
 }
