@@ -20,8 +20,13 @@ def section(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield folder("disk.here", "the current folder", ".", "start runs on another disk, or set output_dir")
     cache = hub_cache(environment)
     yield folder("disk.hub", "the Hugging Face cache", cache, "set HF_HOME to a folder on another disk")
-    tmp = environment.get("TMPDIR", "/tmp")
-    yield folder("disk.tmp", "the folder of temporary files", tmp, "set TMPDIR to a folder on another disk")
+    try:
+        tmp = tempfile.gettempdir()
+    except OSError as error:  # it has tried to write to each
+        what = f"no folder takes temporary files ({error.strerror or error}), and no run starts"
+        yield fault("disk.tmp", what, "make room, or set TMPDIR to a folder that can be written")
+    else:
+        yield folder("disk.tmp", "the folder of temporary files", tmp, "set TMPDIR to a folder on another disk")
     yield from _shared_memory()
 
 

@@ -4,6 +4,7 @@ it is absent or broken."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
@@ -49,6 +50,9 @@ PACKAGES: Sequence[OptionalPackage] = (
 INSTALL = (
     "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20.2,<2.21' (docs/gpu.md), or NVIDIA's image"
 )
+MEGATRON_PACKAGES = ("flash_attn", "deep_ep")
+"""Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
+
 BROKEN = "reinstall it, built for this torch and CUDA (docs/gpu.md), or uninstall it"
 
 
@@ -75,6 +79,8 @@ def section(imported: Mapping[str, ImportResult], *, gpu: bool) -> Iterator[Find
 def _broken(package: OptionalPackage, name: str, what: str, *, gpu: bool) -> Finding:
     if package.name == "vLLM":
         return warning(name, f"{what}: rollout.backend=vllm works with rollout.server.urls alone", BROKEN)
+    if package.module in MEGATRON_PACKAGES and not re.search(r"load \((Import|ModuleNotFound)Error", what):
+        return fault(name, f"{what}: megatron-core imports it, and fails with it: no run with it starts", BROKEN)
     if not gpu:
         return note(name, f"{what}; {NOTHING} without a GPU")
     if package.name == "transformer-engine":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import glob
+import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,11 +76,21 @@ def _without_smi(found: NvidiaSmi | None, torch: Mapping[str, Any] | None) -> Fi
         return ok("gpu", f"{pluralize(seen, 'GPU')} ({names}); no nvidia-smi here", gpus=torch["gpus"])
     if torch is not None and torch["hip"]:
         return note("gpu", "torch is built for AMD's GPUs, on which nothing of mrl has been tried")
-    if glob.glob("/dev/nvidia[0-9]*"):
+    if glob.glob("/dev/nvidia[0-9]*") or _on_the_bus():
         what = "an NVIDIA GPU is in this machine, and no program here reaches it: models compute on the CPU"
         fix = "install its driver; start a container with --gpus all (docker) or --nv (apptainer)"
         return warning("gpu", what, fix)
     return note("gpu", "no GPU: models compute on the CPU, over gloo where there are several processes")
+
+
+def _on_the_bus() -> bool:
+    """Returns whether a display or 3D controller of NVIDIA's is on the PCI bus."""
+    for device in pathlib.Path("/sys/bus/pci/devices").glob("*"):
+        with contextlib.suppress(OSError):
+            vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
+            if vendor.startswith("0x10de") and kind.startswith("0x03"):
+                return True
+    return False
 
 
 def _kinds(found: NvidiaSmi) -> Finding:

@@ -40,7 +40,10 @@ def load_pt(path: str | Path, *, fields: Collection[str] = (), mmap: bool = Fals
 
 
 def read_pt(path: str | Path, *, fields: Collection[str] = (), mmap: bool = False) -> Any:
-    """Reads a file of `write_pt` like `load_pt`, and first compares all of it with its checksums."""
+    """Reads a file of `write_pt` like `load_pt`, and first compares each record with its checksum.
+
+    Padding and some zip fields have none: a changed bit there is not found.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()

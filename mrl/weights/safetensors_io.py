@@ -92,15 +92,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, "numpy"):  # checks offsets, sizes and the end of the file
             header = parse_json(text)
-    except (SafetensorError, ValueError) as error:
+        start = 8 + len(text.encode())
+        tensors = {  # safetensors also takes entries that are lists, and dtypes that are dicts
+            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file.name, start + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        if odd := [name for name, info in tensors.items() if not isinstance(info.dtype, str)]:
+            raise TypeError(f"{odd[0]}: dtype is not a string")
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
         why = f"truncated or not a safetensors file ({str(error)[:200]})"
         raise ModelError(file, why=why, fix="get the file again") from None
-    start = 8 + len(text.encode())
-    return {
-        name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file.name, start + entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    return tensors
 
 
 def read_index(file: Path) -> dict[str, str]:

@@ -120,7 +120,10 @@ def test_broken_ones_are_named(site, torch, kind):
     package(site, "flash_attn", text)
     found = look()
     assert found["transformer-engine"].level == "fault" and says.split(")")[0] in found["transformer-engine"].what
-    assert found["flash-attn-2"].level == "warning" and "megatron-core do, may fail" in found["flash-attn-2"].what
+    assert found["flash-attn-2"].level == look(gpu=False)["flash-attn-2"].level == "fault"
+    assert "no run with it starts" in found["flash-attn-2"].what
+    package(site, "flash_attn", BREAKS["ImportError"][0])
+    assert look()["flash-attn-2"].level == "warning" and look(gpu=False)["flash-attn-2"].level == "note"
     assert look(gpu=False)["transformer-engine"].level == "note"
 
 

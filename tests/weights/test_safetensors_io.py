@@ -235,6 +235,16 @@ FAULTS = {  # name: (sharded, damage, what the message says)
         lambda f: _header(f, b'"__metadata__":[1,2]', _entry("a")),
         "invalid JSON in header",
     ),
+    "an entry that is a list": (
+        False,
+        lambda f: _header(f, b'"a":["F32",[1],[0,4]]'),
+        "truncated or not a safetensors",
+    ),
+    "a dtype that is a map": (
+        False,
+        lambda f: _header(f, _entry("a").replace(b'"F32"', b'{"F32":null}')),
+        "a: dtype is not a string",
+    ),
     "missing shard": (True, lambda f: (f / SHARD_2).unlink(), f"names {SHARD_2}, not in the folder"),
     "truncated shard": (True, lambda f: _truncate(f, SHARD_2), f"{SHARD_2}: truncated"),
     "missing index": (True, lambda f: (f / INDEX).unlink(), f"no {INDEX}; the folder is incomplete"),
