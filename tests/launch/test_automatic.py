@@ -13,6 +13,7 @@ import socket
 import time
 
 import pytest
+import torch
 import yaml
 
 from mrl.commands.ppo import PPO
@@ -225,6 +226,7 @@ def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(gpu_variables, "generation_of_gpus", lambda: 9)
     monkeypatch.setattr(planning, "resolve_auto", choose)
     with pytest.raises(KeyboardInterrupt):
