@@ -324,7 +324,7 @@ def test_what_rows_and_environments_hold_comes_back_from_a_checkpoint(tmp_path):
     scores = Scores((np.float64(1),), {"f": (np.float64(1),)}, (np.str_("fault"),))
     rollout = ScoredRollout([trajectory], scores, torch.tensor([0]), None, ([], scores), ([], scores), [0], 0.5, 0.5)
     write_pt(tmp_path / "x.pt", {"rollout": _rollout_state(rollout)})
-    found = _rollout_from_state(read_pt(tmp_path / "x.pt", fields=("rollout",), say=print)["rollout"])
+    found = _rollout_from_state(read_pt(tmp_path / "x.pt", fields=("rollout",))["rollout"])
     assert found.scores == rollout.scores and found.trajectories[0].prompt.row == {"n": 2, "when": str(when), "x": 0.5}
     assert dataclasses.replace(found.trajectories[0], prompt=prompt) == trajectory
 
