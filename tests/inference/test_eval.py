@@ -9,7 +9,6 @@ from statistics import fmean
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from mrl import metrics
 from mrl.config.rewards import FunctionReward, RewardsConfig
@@ -23,8 +22,6 @@ from mrl.rollout.base import Trajectory
 from tests.data.tiny_tokenizers import write_jsonl
 from tests.engine.harness import run_case
 from tests.inference.cases import line_of, mrl, refusal
-from tests.inference.test_generate import NEW_TOKENS, greedy_of_transformers
-from tests.inference.test_generate import ROWS as PROMPT_ROWS
 from tests.trainers.rl import tiny_policies
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -97,19 +94,6 @@ def test_the_accuracy_is_that_of_the_run(inputs, place, keys, world):
     assert {name: found["metrics"][name] for name in expected} == expected
     assert found["measures"]["accuracy"]["value"] == pytest.approx(expected["eval/accuracy"], abs=1e-12)
     assert found["length"] == expected["eval/response_length"] and found["samples"] == 1
-
-
-@pytest.mark.slow
-def test_completions_of_gated_delta_nets_are_those_of_transformers(folder, tmp_path):
-    model = folder("qwen3_5")
-    write_jsonl(tmp_path / "rows.jsonl", PROMPT_ROWS)
-    (tmp_path / "reward.py").write_text(REWARD)
-    found = evaluate(tmp_path, model, "rows.jsonl", "--max-new-tokens", NEW_TOKENS)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    for row, (tokens, *_) in zip(found["rows"], greedy_of_transformers(model), strict=True):
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        assert (row["tokens"], row["completions"]) == ([len(tokens)], [text])
-        assert row["values"] == [float(len(text) % 2 == 0)]
 
 
 def test_pass_at_k_is_that_of_the_run(inputs):

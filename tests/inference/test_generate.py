@@ -18,7 +18,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES, OTHERS
 from tests.inference.cases import greedy, line_of, mrl, refusal
-from tests.tiers import nightly_but
+from tests.tiers import in_tiers, nightly_but
 
 PROMPTS = ["hello there!", "What is 2 + 2?", "the quick brown fox jumps over", "é"]
 NEW_TOKENS = 12
@@ -75,7 +75,7 @@ FIELDS = {"phi3": {"original_max_position_embeddings": 100}}
 
 @pytest.mark.parametrize(
     ("backend", "family"),
-    nightly_but([("megatron", "qwen3"), ("fsdp", "gpt_oss")], ALL_FAMILIES),
+    in_tiers([("megatron", "qwen3"), ("fsdp", "gpt_oss")], [("megatron", "qwen3_5")], ALL_FAMILIES),
 )
 def test_greedy_is_as_transformers(folder, tmp_path, backend, family):
     model = folder(family, **FIELDS.get(family, {}))

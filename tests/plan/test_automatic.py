@@ -9,7 +9,7 @@ import pytest
 
 from tests.cuda import models
 from tests.plan.test_command import TINY
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 CONFIGS = {
     "sft": "model: {path: tiny}\nteacher: {model: {path: tiny}, top_k: 4}\ndata: {train: none.jsonl, max_length: 512}\n",
@@ -68,8 +68,10 @@ def changed(name: str, section: str, inherits: bool, phases: dict[str, int]) -> 
 
 @pytest.mark.parametrize(
     ("name", "section", "inherits"),
-    slow_but(
-        [("ppo", "actor.engine", True), ("ppo", "critic.engine", False), ("dpo", "reference.engine", False)], KINDS
+    in_tiers(
+        [("ppo", "actor.engine", True), ("ppo", "critic.engine", False), ("dpo", "reference.engine", False)],
+        [("sft", "engine", True)],
+        KINDS,
     ),
 )
 def test_the_number_fits_with_a_margin_and_twice_it_does_not(plan, name, section, inherits):
