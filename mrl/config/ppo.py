@@ -196,13 +196,13 @@ class RolloutConfig:
 
     @property
     def cache_limit(self) -> int:
-        """`cache_tokens`, but the default for auto."""
+        """Returns `cache_tokens`, but the default for auto."""
         return DEFAULT_CACHE if self.cache_tokens == "auto" else self.cache_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(DivergenceConfig):
-    """The divergence of distributions that algorithm opd minimizes, with the keys of `teacher` of `mrl sft`."""
+    """Chooses the divergence that algorithm opd minimizes, with the keys of `teacher` of `mrl sft`."""
 
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
         "reverse_kl", "the divergence of the student's distributions from the teacher's"

@@ -140,7 +140,7 @@ class MicroBatchConfig:
 
     @property
     def token_limit(self) -> int | None:
-        """`tokens`, but None for auto."""
+        """Returns `tokens`, but None for auto."""
         return None if self.tokens == "auto" else self.tokens
 
 

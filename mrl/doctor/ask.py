@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def ended(self) -> str:
-        """How it ended and the last line that it printed, to append to the name of what was asked."""
+        """Returns how it ended and the last line that it printed, to append to the name of what was asked."""
         if self.code is None:
             end = f"did not end within {self.limit_s:g} s"
         elif self.code < 0:

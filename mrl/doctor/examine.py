@@ -28,7 +28,7 @@ from mrl.doctor import (
 from mrl.doctor.findings import LEVELS, Finding, Level, Section, warning
 from mrl.doctor.imports import ImportResult, is_found, load
 from mrl.errors import one_line
-from mrl.mcore_models.optional import ABSENT, MODULES
+from mrl.mcore_models.optional import ABSENT
 
 AT_ONCE = 6
 """Programs that are waited for at a time; most of them sleep."""
@@ -76,14 +76,13 @@ def examine(*, with_collectives: bool = False) -> Report:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         smi, torch = pool.submit(gpus.smi), _needed("torch")
         facts = torch.facts
-        needed = [name for name in known.NEEDED_PACKAGES if torch.works or name not in known.NEED_TORCH]
+        others = [
+            name for name in known.NEEDED_PACKAGES if name != "torch" and (torch.works or name not in known.NEED_TORCH)
+        ]
         optional = [package for package in gpu_packages.PACKAGES if package.is_present]
         choices = pool.submit(used.choices) if torch.works else None
-        modules = [MODULES.get(package.module, (package.module,)) for package in optional]
-        loading = pool.map(load, [package.module for package in optional], modules)
-        imported = dict(
-            zip(needed, pool.map(lambda name: torch if name == "torch" else _needed(name), needed), strict=True)
-        )
+        loading = pool.map(gpu_packages.OptionalPackage.load, optional)
+        imported = {"torch": torch} | dict(zip(others, pool.map(_needed, others), strict=True))
         loaded = dict(zip([package.module for package in optional], loading, strict=True))
         chosen: Mapping[str, Any] = choices.result() if choices is not None else {"error": "torch does not load"}
         found = smi.result()

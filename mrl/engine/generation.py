@@ -22,7 +22,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +55,8 @@ class Step:
     unread: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Indices of `tokens` that are not read yet, and theirs among the sampled sequences of the step before."""
     like: "Step | None" = None  # an earlier step with the same sequences, each with one token
-    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # what steps that are alike share
+    made: list[tuple[Tensor, SamplingRows]] = dataclasses.field(default_factory=list)
+    """What steps that are alike share, once it is made: the first one's hashes plus positions, and its rows."""
     ending: Sequence[ActiveRequest] = ()  # sequences whose longest completion ends with this step's token
 
     @property
@@ -91,10 +91,8 @@ class Step:
     def token_ids(self, device: torch.device, before: Tensor | None, padding: int = 0) -> Tensor:
         """Returns the new tokens, and zeros behind them. before: what the step before has chosen, [S] int64."""
         count, (places, sources) = len(self.tokens), self.unread
-        if before is not None and not padding and len(places) == count and sources == range(len(before)):
-            return before
         if before is not None and not padding and len(places) == count:
-            return before[tensor_on(device, sources)]
+            return before if sources == range(len(before)) else before[tensor_on(device, sources)]
         ids = tensor_on(device, self.tokens + [0] * padding)
         if len(places):
             assert before is not None
@@ -104,15 +102,16 @@ class Step:
     def sampling(self, device: torch.device) -> SamplingRows:
         """Returns the parameters of the sampled sequences. They are made once for steps that are alike."""
         first = self if self.like is None else self.like
-        made = first.made
-        if made:  # all positions are as many after those of the first step
-            return made["rows"].with_keys(noise_keys(made["starts"], [self.cached[0] - first.cached[0]]))
+        if first.made:  # all positions are as many after those of the first step
+            [(starts, rows)] = first.made
+            return rows.with_keys(noise_keys(starts, [self.cached[0] - first.cached[0]]))
         chosen = [self.sequences[i] for i in self.sampled]
-        # a sum wraps around, as that of one word does
-        made["starts"] = torch.tensor([s.key_hash for s in chosen])
-        made["starts"] += torch.tensor([self.cached[i] + self.lengths[i] for i in self.sampled])
-        made["rows"] = SamplingRows.of([s.sampling for s in chosen], noise_keys(made["starts"], [0]), device)
-        return made["rows"]
+        # int64 wraps around, so positions may be added to hashes here and the steps after them later
+        starts = torch.tensor([s.key_hash for s in chosen])
+        starts += torch.tensor([self.cached[i] + self.lengths[i] for i in self.sampled])
+        rows = SamplingRows.of([s.sampling for s in chosen], noise_keys(starts, [0]), device)
+        first.made.append((starts, rows))
+        return rows
 
 
 def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
@@ -152,13 +151,14 @@ class Schedule:
         late: bool = False,
     ) -> None:
         self.recurrent, self.late = recurrent, late
+        kinds: dict[SamplingParams, SamplingParams] = {}  # equal ones are one object: steps compare them
         self.sequences = [
-            ActiveRequest(r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key)), len(r.tokens))
+            ActiveRequest(
+                r, i, tuple(r.tokens), list(r.tokens), to_int64(key_hash(r.key)), len(r.tokens),
+                kinds.setdefault(r.sampling, r.sampling),
+            )
             for i, r in requests
-        ]
-        kinds: dict[SamplingParams, SamplingParams] = {}
-        for s in self.sequences:  # equal ones are one object: steps compare them
-            s.sampling = kinds.setdefault(s.request.sampling, s.request.sampling)
+        ]  # fmt: skip
         self._stops = set[int]().union(*(r.stop_tokens for _, r in requests))
         self._asks = any(r.stop_at is not None for _, r in requests)
         if kept is not None:

@@ -46,13 +46,13 @@ class ActiveRequest:
     context: list[int]  # the prompt and what followed
     key_hash: int  # of `mrl.engine.sampling.key_hash`, signed
     length: int  # tokens, sampled ones that the host has not read included
+    sampling: SamplingParams  # of the request; equal ones of a schedule are one object
     log_probs: list[float] = dataclasses.field(default_factory=list)
     kept: int = 0  # tokens of the prompt that are kept from an earlier request
     cached: int = 0  # tokens of the context in the cache
     row: int = -1  # of the cache
     place: int = -1  # among the sequences that the last step has sampled
     finished: bool = False
-    sampling: SamplingParams = GREEDY  # of the request
     most: int = dataclasses.field(init=False)  # tokens of the prompt and the longest completion
 
     def __post_init__(self) -> None:

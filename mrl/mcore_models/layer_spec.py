@@ -67,17 +67,17 @@ def choose(
     wanted, attention = engine.layer_spec, engine.attention
     check_attention(attention, wanted)
     gpu = Gpu.here().with_attention(attention)
+    because = unmeasured(engine, fields, dims, dtype, lora=lora)
     if attention != "auto":
         try:
-            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere)
+            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere, unmeasured_because=because)
         except ConfigError as error:
             raise _refused_kernel(attention, error) from error
     if wanted == "auto" and kept == "local" and not _te_keys(engine):
         return LayerSpec("local", "as the checkpoint was trained")
-    unlike = unmeasured(engine, fields, dims, dtype, lora=lora)
     if kept == "te":
-        unlike = "are not what the checkpoint was trained with"
-    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, unlike=unlike)
+        because = "are not what the checkpoint was trained with"
+    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, unmeasured_because=because)
 
 
 def _te_keys(engine: EngineConfig) -> list[str]:
@@ -89,7 +89,7 @@ def _te_keys(engine: EngineConfig) -> list[str]:
 def unmeasured(
     engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, lora: bool
 ) -> str | None:
-    """Returns why `MEASURED` says nothing of a model, behind "local layers with grouped_mm"; None if it does."""
+    """Returns why no measurement covers a model, behind "local layers with grouped_mm"; None if one does."""
     if "num_moe_experts" not in fields:
         return "are for experts"
     (hidden, width), experts = expert_sizes(fields, dims), fields["num_moe_experts"] // dims.ep
@@ -112,15 +112,18 @@ def unmeasured(
 
 
 def takes_te(
-    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype, unlike: str | None
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype, unmeasured_because: str | None
 ) -> bool:
-    """Returns whether engine.layer_spec auto is te on a GPU with transformer-engine. unlike: as `unmeasured` says."""
+    """Returns whether engine.layer_spec auto is te on a GPU with transformer-engine.
+
+    unmeasured_because: as `unmeasured` says.
+    """
     refused = te_refusal(fields, dims, gpu, dtype=dtype) or te_warning(fields, dims, gpu, dtype=dtype)
-    return refused is None and not _is_faster_locally(gpu, unlike)
+    return refused is None and not _is_faster_locally(gpu, unmeasured_because)
 
 
-def _is_faster_locally(gpu: Gpu, unlike: str | None) -> bool:
-    return unlike is None and gpu.capability is not None and gpu.capability[0] == 9  # an H100 was measured
+def _is_faster_locally(gpu: Gpu, unmeasured_because: str | None) -> bool:
+    return unmeasured_because is None and gpu.capability is not None and gpu.capability[0] == 9  # an H100 was measured
 
 
 def wanted_spec(wanted: str, attention: str) -> str:
@@ -174,7 +177,7 @@ def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
 
 def _chosen(
     wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, gpu: Gpu, *, elsewhere: bool,
-    unlike: str | None = "",
+    unmeasured_because: str | None,
 ) -> LayerSpec:  # fmt: skip
     if wanted == "local":
         return LayerSpec("local", "as configured")
@@ -187,11 +190,13 @@ def _chosen(
         return _as_wanted(absent, against, slow, elsewhere=elsewhere)
     if against is None and slow is not None:
         against = f"is not taken, as its {slow}"
-    if against is None and _is_faster_locally(gpu, unlike):
+    if against is None and _is_faster_locally(gpu, unmeasured_because):
         sizes = " x ".join(map(str, expert_sizes(fields, dims)))
         against = f"was measured slower for experts of {sizes} than local layers with grouped_mm"
     if absent == platform.NO_GPU:
-        where = _on_gpus(fields, dims, dtype, unlike) if against is None else f"local too: transformer-engine {against}"
+        where = f"local too: transformer-engine {against}"
+        if against is None:
+            where = _on_gpus(fields, dims, dtype, unmeasured_because)
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
     if absent is not None:
         return LayerSpec("local", f"transformer-engine {absent}")
@@ -199,10 +204,10 @@ def _chosen(
         return LayerSpec("local", f"transformer-engine {against}")
     why = "transformer-engine is installed, and there is a GPU"
     says = "num_moe_experts" in fields and _is_faster_locally(gpu, None)
-    return LayerSpec("te", f"{why}; local layers with grouped_mm {unlike}" if says else why)
+    return LayerSpec("te", f"{why}; local layers with grouped_mm {unmeasured_because}" if says else why)
 
 
-def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, unlike: str | None) -> str:
+def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, unmeasured_because: str | None) -> str:
     """Returns "te", with the GPUs that need flash-attn 2 for it, and those with local all the same.
 
     It is for a machine without a GPU, and some GPU has te.
@@ -210,7 +215,7 @@ def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, 
 
     def is_te(**known: Any) -> bool:
         gpu = Gpu(**known, switched_off=disabled_switches())
-        return takes_te(fields, dims, gpu, dtype=dtype, unlike=unlike)
+        return takes_te(fields, dims, gpu, dtype=dtype, unmeasured_because=unmeasured_because)
 
     never = {at: name for at, name in GENERATIONS.items() if not is_te(capability=at)}
     beside = [

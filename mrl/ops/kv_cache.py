@@ -170,6 +170,7 @@ class CachedStep:
     def decoding(self) -> int:
         """Returns how many leading sequences have one new token."""
         count = len(self.new_lengths)
+        # count runs in C, the search below does not, and most steps only decode
         if self.new_lengths.count(1) == count:
             return count
         return next(i for i, new in enumerate(self.new_lengths) if new != 1)

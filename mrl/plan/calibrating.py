@@ -75,8 +75,8 @@ def calibrate(
                 except BrokenProcessPool as error:
                     raise _no_memory(f"the process of stage {stage} was ended") from error
         where = times[kinds[0].same][1]
-        estimated = _timed(made, phase, estimated_times(role.trains, made.gpu, efficiency))
-        measured = _timed(made, phase, [times[kind.same][0] for kind in kinds])
+        estimated = _with_costs(made, phase, estimated_times(role.trains, made.gpu, efficiency))
+        measured = _with_costs(made, phase, [times[kind.same][0] for kind in kinds])
         share = efficiency * estimated.alone.pipeline_s / measured.alone.pipeline_s
         found.append(Calibration(phase, where, share, estimated, measured))
     return found
@@ -91,7 +91,7 @@ def _check(phase: Phase, role: RolePlan) -> None:
         raise UserError("--calibrate", why="does not time an update that learns from a teacher", fix="leave it out")
 
 
-def _timed(made: Plan, phase: Phase, times: list[StageTimes]) -> Timed:
+def _with_costs(made: Plan, phase: Phase, times: list[StageTimes]) -> Timed:
     role, batches = made.roles[phase.role], made.batches[phase.name]
     alone = dataclasses.replace(made.gpu, link=math.inf, network=math.inf)
     costs = (cost(role, role.trains, batches, gpu, steps=phase.steps, times=times) for gpu in (alone, made.gpu))
@@ -101,7 +101,10 @@ def _timed(made: Plan, phase: Phase, times: list[StageTimes]) -> Timed:
 def time_here(
     config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], entropy: str, needed: int
 ) -> tuple[StageTimes, str]:
-    """Does the same as `time_stage`. needed: bytes of the stage, by the plan."""
+    """Returns the result of `time_stage`, or refuses a stage that does not fit into this machine's memory.
+
+    needed: bytes of the stage, by the plan.
+    """
     on_gpu = devices.device_type(config.engine.device) == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
     stage = dims.coordinates(rank).pp_rank

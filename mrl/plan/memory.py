@@ -122,7 +122,7 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
 
 
 def without_userbuffers(config: RoleConfig) -> EngineConfig:
-    """Returns the engine as it decodes, because prompts are not padded to their size, or on one rank."""
+    """Returns the engine without userbuffers: decoding pads no prompts, and one rank sends nothing."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
     return dataclasses.replace(config.engine, megatron=megatron_options)
 

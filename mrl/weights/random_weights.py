@@ -21,7 +21,7 @@ class RandomWeights:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, std: float, device: torch.device = CPU
     ) -> None:
-        """device: that draws. Numbers differ between CPUs and GPUs."""
+        """Draws nothing yet. device: draws the numbers, which differ between CPUs and GPUs."""
         self.shapes, self.seed, self.std, self.device = shapes, seed, std, device
         self.centered = any(name.endswith(".A_log") for name in shapes)
 

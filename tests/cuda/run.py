@@ -134,8 +134,8 @@ def _moved(made: Any, move: Any) -> Any:
 
 def time_stage(case: Case) -> Any:
     """Times a rank as `mrl plan --calibrate` does on a GPU. Returns what it says, and the host's waits."""
+    from mrl.config.checks import parallel_dims
     from mrl.engine.megatron import chunk_run, inputs, stage_times
-    from mrl.parallel import ParallelDims
     from mrl.weights.random_weights import RandomWeights
     from tests.cuda import update
 
@@ -144,6 +144,6 @@ def time_stage(case: Case) -> Any:
     chunk_run.make_batch = on_real_tensors(chunk_run.make_batch)
     # no generator of a GPU can be made here
     stage_times.RandomWeights = lambda shapes, seed, std, device: RandomWeights(shapes, seed=seed, std=std)
-    dims = ParallelDims(case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, sp=config.engine.parallel.sequence_parallel)
+    dims = parallel_dims(config.engine.parallel, case.world)
     with fake.Fake(_Given(case)) as watched:
         return stage_times.time_stage(config, dims, case.rank, case.lengths, "none"), watched.syncs

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mrl.doctor import gpu_packages
-from mrl.doctor.imports import ImportResult, load
+from mrl.doctor.imports import ImportResult
 from mrl.mcore_models import optional, versions
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
@@ -18,7 +18,7 @@ NAMES = ["transformer-engine", "apex", "flash-attn-2", "flash-attn-3", "flash-at
 def look(gpu=True):
     """The whole way: what is there, imported in a process, in words."""
     here = [package for package in gpu_packages.PACKAGES if package.is_present]
-    loaded = {one.module: load(one.module, optional.MODULES.get(one.module, (one.module,))) for one in here}
+    loaded = {package.module: package.load() for package in here}
     found = by_name(gpu_packages.section(loaded, gpu=gpu))
     assert list(found) == [f"package.{name}" for name in NAMES]
     return {name.removeprefix("package."): finding for name, finding in found.items()}

@@ -58,8 +58,9 @@ H100 = te_limits.Gpu((9, 0), versions.NOT_INSTALLED)
 FLASH = te_limits.Gpu((8, 0), Version("2.8.3"), transformer_engine=Version("2.20.2"))
 
 
-def spec_for(wanted, dtype=torch.bfloat16):
-    return layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=dtype)
+def spec_for(wanted, dtype=torch.bfloat16, *, fields=DENSE, dims=ONE, elsewhere=False, kept=None, **keys):
+    engine = EngineConfig(layer_spec=wanted, **keys)
+    return layer_spec.choose(engine, fields, dims, dtype=dtype, elsewhere=elsewhere, kept=kept)
 
 
 def install(folder, package, files):
@@ -167,12 +168,12 @@ def test_what_transformer_engine_refuses(machine, monkeypatch):
     why = "transformer-engine has attention sinks under cp 2 only where cp divides the heads"
     machine(gpu=True, transformer_engine=WORKS)
     monkeypatch.setattr(te_limits.Gpu, "here", te_limits.Gpu)  # of a generation that is not known
-    chosen = layer_spec.choose(EngineConfig(), sinks, layout, dtype=torch.bfloat16)
+    chosen = spec_for("auto", fields=sinks, dims=layout)
     assert str(chosen).startswith(f"engine.layer_spec: local ({why}")
     with pytest.raises(ConfigError, match=f'value "te" does not work here: {why}'):
-        layer_spec.choose(EngineConfig(layer_spec="te"), sinks, layout, dtype=torch.bfloat16)
+        spec_for("te", fields=sinks, dims=layout)
     machine(gpu=False)
-    assert f"it is local too: {why}" in str(layer_spec.choose(EngineConfig(), sinks, layout, dtype=torch.bfloat16))
+    assert f"it is local too: {why}" in str(spec_for("auto", fields=sinks, dims=layout))
 
 
 def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
@@ -181,16 +182,13 @@ def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
     monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((9, 0)))
     cp = ParallelDims(world_size=2, cp=2)
     for wanted, name in (("auto", "local"), ("te", "te")):
-        slow = layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=torch.float32)
+        slow = spec_for(wanted, torch.float32)
         assert slow.name == name and "attention in float32 is the unfused one" in str(slow)
-        assert "unfused" not in str(
-            layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, ONE, dtype=torch.bfloat16)
-        )
-        assert layer_spec.choose(EngineConfig(layer_spec=wanted), DENSE, cp, dtype=torch.bfloat16).name == "te"
-    chosen = layer_spec.choose(EngineConfig(), DENSE, cp, dtype=torch.float32)
+        assert "unfused" not in str(spec_for(wanted)) and spec_for(wanted, dims=cp).name == "te"
+    chosen = spec_for("auto", torch.float32, dims=cp)
     assert str(chosen).startswith("engine.layer_spec: local (transformer-engine has no kernel for attention in float32")
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2"):
-        layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, cp, dtype=torch.float32)
+        spec_for("te", torch.float32, dims=cp)
 
 
 def test_an_apex_without_its_kernels_is_not_used(machine):
@@ -266,7 +264,7 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
     machine(gpu=False)
     if off is not None:
         monkeypatch.setenv(off, "0")
-    why = layer_spec.choose(EngineConfig(), fields, ONE, dtype=torch.bfloat16, elsewhere=True).why
+    why = spec_for("auto", fields=fields, elsewhere=True).why
     cases = ((beside, "beside flash-attn 2"), (never, "local too"))
     said = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
     assert why == f"torch sees no GPU; with one and transformer-engine it is te ({said})"
@@ -278,19 +276,19 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
         ):
             here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.disabled_switches())
             monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
-            assert (layer_spec.choose(EngineConfig(), fields, ONE, dtype=torch.bfloat16).name == "te") is is_te, here
+            assert (spec_for("auto", fields=fields).name == "te") is is_te, here
 
 
 def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
     machine(gpu=False)
-    chosen = layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, ONE, dtype=torch.bfloat16, elsewhere=True)
+    chosen = spec_for("te", elsewhere=True)
     assert chosen.name == "te" and "torch sees no GPU, and a run needs one" in chosen.why
     assert "which one was not tried" in chosen.why and "square" not in chosen.why
-    slow = layer_spec.choose(EngineConfig(layer_spec="te"), DENSE, ONE, dtype=torch.float32, elsewhere=True)
+    slow = spec_for("te", torch.float32, elsewhere=True)
     assert "attention in float32 is the unfused one" in slow.why
     sinks, cp3 = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=3, cp=3)
     with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
-        layer_spec.choose(EngineConfig(layer_spec="te"), sinks, cp3, dtype=torch.bfloat16, elsewhere=True)
+        spec_for("te", fields=sinks, dims=cp3, elsewhere=True)
     with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
         layer_spec.check_rules(sinks, cp3)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
@@ -323,12 +321,7 @@ def test_a_kernel_of_attention_is_te_or_refused(machine, monkeypatch, attention,
         contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=rf"^engine\.attention: .*{said}")
     )
     with refused:
-        assert (
-            layer_spec.choose(
-                EngineConfig(layer_spec=wanted, attention=attention), DENSE, ONE, dtype=torch.bfloat16
-            ).name
-            == "te"
-        )
+        assert spec_for(wanted, attention=attention).name == "te"
 
 
 def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, monkeypatch):
@@ -382,12 +375,12 @@ def test_a_resume_has_the_layers_of_its_checkpoint_where_it_can(machine, monkeyp
     machine(gpu=True, transformer_engine=WORKS)
     monkeypatch.setattr(te_limits.Gpu, "here", lambda: H100)
 
-    def chosen(kept, **keys):
-        return layer_spec.choose(EngineConfig(**keys), DENSE, ONE, dtype=torch.bfloat16, kept=kept).name
+    def chosen(kept, wanted="auto", **keys):
+        return spec_for(wanted, kept=kept, **keys).name
 
-    assert chosen("local") == "local" and chosen("local", layer_spec="te") == chosen("local", attention="fused") == "te"
+    assert chosen("local") == "local" and chosen("local", "te") == chosen("local", attention="fused") == "te"
     assert chosen("local", megatron={"symmetric_ar_type": "two_shot"}) == "te"  # which local layers do not read
-    assert chosen("te", layer_spec="local") == "local"
+    assert chosen("te", "local") == "local"
     machine(gpu=False)
     assert chosen("te") == "local"
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
+from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta_ids import DistillIds
@@ -24,11 +25,7 @@ def held(case: Case) -> list[dict[str, int]]:
     if case.lora:
         models.write_zeros(folder)
     config = update.config_of(case, folder)
-    parallel = config.engine.parallel
-    dims = ParallelDims(
-        case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=parallel.expert_tp,
-        sp=parallel.sequence_parallel,
-    )  # fmt: skip
+    dims = parallel_dims(config.engine.parallel, case.world)
     ids = DistillIds(case.ids, DistillLoss(kind="forward_kl"), TEACHER, first_temperature=1.0) if case.ids else None
     ranks = range(0, case.world, case.world // case.pp)
     stages = [meta.measure(config, dims, rank, case.lengths, ids=ids) for rank in ranks]
@@ -48,7 +45,7 @@ def held(case: Case) -> list[dict[str, int]]:
 def flops(case: Case) -> list[tuple[float, float]]:
     """FLOPs of a micro-batch's forward and backward passes in each chunk of the first rank."""
     config = update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))
-    stage = meta.measure(config, ParallelDims(case.world, ep=case.ep), 0, case.lengths)
+    stage = meta.measure(config, parallel_dims(config.engine.parallel, case.world), 0, case.lengths)
     return [(chunk.forward_flops, chunk.backward_flops) for chunk in stage.chunks]
 
 
@@ -158,7 +155,8 @@ def verdict_where_the_planner_fails() -> tuple[bool | None, str]:
 def of_one_size(case: Case) -> list[tuple[int, list[int]]]:
     """(bytes of tensors that are no parameters, of hidden states that each chunk sends on) of each stage."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
-    config, dims = update.config_of(case, folder), ParallelDims(case.world, tp=case.tp, pp=case.pp, sp=case.tp > 1)
+    config = update.config_of(case, folder)
+    dims = parallel_dims(config.engine.parallel, case.world)
     stages = [meta.measure(config, dims, s * (case.world // case.pp), case.lengths) for s in range(case.pp)]
     return [(figures.buffers, [chunk.sent for chunk in figures.chunks]) for figures in stages]
 
@@ -170,7 +168,8 @@ def sampling_of_one_size(case: Case) -> list[list[int]]:
     from mrl.plan.memory import plan_role
 
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
-    config, dims = update.config_of(case, folder), ParallelDims(case.world, tp=case.tp, pp=case.pp, sp=case.tp > 1)
+    config = update.config_of(case, folder)
+    dims = parallel_dims(config.engine.parallel, case.world)
     phase = Phase("sampling", "actor", "sample", 1, cache_tokens=0, prefill_tokens=2 * update.TOKENS)
     plan = plan_role("actor", "none", config, dims, Phases((phase,)), 9, gpu_of("h200"), {})
     return [[chunk.sent for chunk in stage.chunks] for stage in plan.sampling]
@@ -181,7 +180,7 @@ def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, 
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     config = update.config_of(case, folder)
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, megatron=further))
-    dims, found = ParallelDims(case.world, tp=case.tp, pp=case.pp), []
+    dims, found = parallel_dims(config.engine.parallel, case.world), []
     for role in (config, dataclasses.replace(config, optimizer=None)):
         for stage in range(case.pp):
             figures = meta.measure(role, dims, stage * (case.world // case.pp), ())

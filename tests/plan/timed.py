@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import optim, stage_times
 from mrl.engine.megatron.chunk_run import ChunkRun
@@ -21,12 +22,7 @@ Shapes = dict[str, Any]
 
 def layout_of(case: Case, folder: str) -> tuple[RoleConfig, ParallelDims]:
     config = update.config_of(case, models.write(case.model, Path(folder), case.layers, **case.changes))
-    parallel = config.engine.parallel
-    dims = ParallelDims(
-        case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=parallel.expert_tp,
-        sp=parallel.sequence_parallel,
-    )  # fmt: skip
-    return config, dims
+    return config, parallel_dims(config.engine.parallel, case.world)
 
 
 def alone(case: Case) -> list[Shapes]:

@@ -60,9 +60,11 @@ class ChunkRun:
         return loss(output)[0] if inner.post_process else output
 
     def _loss(self, data: Batch, predictions: Predictions, ctx: Ctx) -> tuple[Tensor, Ctx]:
-        name = "values" if "values" in predictions else "log_probs"
         if self.ids is not None and self.ids.loss is not None:
             loss, _ = self.ids.loss(data, predictions, ctx)
         else:
+            name = "values" if "values" in predictions else "log_probs"
             loss = (predictions[name] * data.loss_mask).sum()
-        return (loss + predictions["entropy"].sum() if self.ctx["entropy"] == "differentiable" else loss), ctx
+        if self.ctx["entropy"] == "differentiable":
+            loss = loss + predictions["entropy"].sum()
+        return loss, ctx

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import MTP_MASK, Batch
+from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
 from mrl.engine import collective, guards
 from mrl.engine.background import Write
@@ -61,7 +62,6 @@ from mrl.engine.megatron import (  # noqa: E402
 from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.mcore_models import fp8  # noqa: E402
-from mrl.parallel import ParallelDims  # noqa: E402
 
 
 def installed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,12 +84,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             why = "does not keep megatron from the GPU that is visible"
             raise ConfigError("engine.device", config.engine.device, why, "set CUDA_VISIBLE_DEVICES= too")
         collective.join_processes(devices.device_type())
-        parallel = config.engine.parallel
-        dims = ParallelDims(
-            world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
-            ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
-        )  # fmt: skip
-        self.model = Model(config, dims)
+        self.model = Model(config, parallel_dims(config.engine.parallel, dist.get_world_size()))
         self.setup = pipeline.PipelineConfig.of(self.model, config)
         self._accumulated = False  # gradients have accumulated since they were zeroed
         self._reduced = False

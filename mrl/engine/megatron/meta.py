@@ -224,7 +224,7 @@ def measure(
                 wrapped = optim.wrap(chunks, model.transformer, engine.megatron)
             found = []
             if lengths:
-                run = _MeasuredRun(config, dims, model, lengths, entropy, ids)
+                run = _MeasuredRun(config, model, lengths, entropy, ids)
                 known = {} if known is None else known
                 keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy, ids))
                 for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
@@ -295,8 +295,8 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     gpu = Gpu(capability, switched_off=disabled_switches(attention=config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
     if wanted == "auto":
-        unlike = unmeasured(config.engine, fields, dims, dtype, lora=config.model.lora is not None)
-        return "te" if takes_te(fields, dims, gpu, dtype=dtype, unlike=unlike) else "local"
+        because = unmeasured(config.engine, fields, dims, dtype, lora=config.model.lora is not None)
+        return "te" if takes_te(fields, dims, gpu, dtype=dtype, unmeasured_because=because) else "local"
     return "local" if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
@@ -328,13 +328,6 @@ def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Seq
 class _MeasuredRun(ChunkRun):
     """Measures one micro-batch in chunks of a model."""
 
-    def __init__(
-        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str,
-        ids: DistillIds | None,
-    ) -> None:  # fmt: skip
-        super().__init__(config, model, lengths, entropy, ids)
-        self.groups = _kinds_of_groups(dims)
-
     def measure(self, chunk: Any, inner: Any, plan: Any) -> ChunkFigures:
         from megatron.core import parallel_state
 
@@ -349,7 +342,7 @@ class _MeasuredRun(ChunkRun):
         chunk.train(self.trains)
         grad = contextlib.nullcontext() if self.trains else torch.no_grad()
         try:
-            with grad, GPUKernelChoice(experts), CostCounter(self.groups) as watch:
+            with grad, GPUKernelChoice(experts), CostCounter(_kinds_of_groups()) as watch:
                 micro_batch = self.micro_batch()
                 given = 0 if self.ids is None else self.ids.add_to_inputs(micro_batch)
                 begun = watch.alive
@@ -374,7 +367,7 @@ class _MeasuredRun(ChunkRun):
             undo()
 
 
-def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
+def _kinds_of_groups() -> dict[str, str]:
     """Returns the kind of each of this rank's process groups, by its name. Groups with the same ranks have different
     names."""
     from megatron.core import parallel_state as state

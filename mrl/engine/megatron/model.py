@@ -42,7 +42,7 @@ class Model:
     """Holds the model of one engine. Use it inside `state.installed()` (see groups.py)."""
 
     def __init__(self, config: RoleConfig, dims: ParallelDims, kept: str | None = None) -> None:
-        """kept: as of `layer_spec.choose`."""
+        """Makes process groups and the configuration, and no parameters. kept: as of `layer_spec.choose`."""
         self.config, self.dims = config, dims
         self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)

@@ -102,7 +102,7 @@ def _pass_seconds(run: ChunkRun, chunk: Any, inner: Any) -> list[float]:
 
 
 def _medians(*parts: Callable[[], None]) -> list[float]:
-    """Returns the median seconds of each part, which are called in turn. The host does not wait for a GPU between."""
+    """Returns the median seconds of each part. They are called in order, and the host waits for no GPU between."""
     marks = []
     for _ in range(WARM_UP + TIMED):
         marks.append([_mark()])
@@ -110,7 +110,7 @@ def _medians(*parts: Callable[[], None]) -> list[float]:
             part()
             marks[-1].append(_mark())
     torch.cuda.synchronize()
-    return [statistics.median(_seconds(turn[i], turn[i + 1]) for turn in marks[WARM_UP:]) for i in range(len(parts))]
+    return [statistics.median(_seconds(at[i], at[i + 1]) for at in marks[WARM_UP:]) for i in range(len(parts))]
 
 
 def _mark() -> Any:
