@@ -120,9 +120,8 @@ class PPO(TrainingCommand[PPOConfig]):
         from mrl.config.ppo_checks import check_inside
 
         actor = next(part for part in parts if part.role == "actor")
-        if config.rollout.backend != "auto" or config.rollout.ranks:  # else another tp is a reason for native
-            check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
-        if config.rollout.backend == "vllm" and not config.rollout.server.urls:
+        check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
+        if config.rollout.vllm_inside:
             from mrl.rollout.vllm import check_sampling  # it imports torch
 
             check_sampling(config.rollout)
@@ -202,7 +201,9 @@ class PPO(TrainingCommand[PPOConfig]):
             )
         lines.append(f"length: {length}")
         gpu = config.actor.engine.device != "cpu"
-        lines += describe_sampling(config, layouts[0].world_size, gpu=gpu)
+        sampling = describe_sampling(config, layouts[0].world_size, gpu=gpu)
+        if sampling is not None:
+            lines.append(sampling)
         return lines
 
     def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
@@ -221,10 +222,10 @@ class PPO(TrainingCommand[PPOConfig]):
         )
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.backend in ("native", "auto") and not rollout.ranks:
+        if rollout.backend == "native" and not rollout.ranks:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
             found.append(Phase("sampling", "actor", "sample", size, **limits))
-        if rollout.backend in ("vllm", "auto") and not rollout.server.urls and not rollout.ranks:
+        elif rollout.vllm_inside:
             fraction = rollout.server.memory_fraction
             found.append(Phase("new weights to vLLM", "actor", "sample", size, handed_to_tp=rollout.server.tp))
             found.append(Phase("sampling by vLLM", "actor", "sample", size, engine_fraction=fraction))

@@ -37,6 +37,9 @@ from mrl.parallel import ParallelDims, divisors_near
 Answers = PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource
 """Sections that say what rows of answers are."""
 
+DEFAULT_TOKENS = 4096
+"""Tokens of a micro-batch that no key limits, unless the longest sequence has more."""
+
 MAX_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
 
@@ -130,7 +133,7 @@ def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | 
     longest sequence."""
     if micro_batch.size is not None:
         return None
-    return micro_batch.token_limit or max(4096, max_length)
+    return micro_batch.token_limit or max(DEFAULT_TOKENS, max_length)
 
 
 def check_train(train: TrainConfig | PPOTrainConfig, data: RowsConfig) -> None:

@@ -115,8 +115,6 @@ def check_inference(config: InferenceConfig) -> None:
         raise ConfigError("data.eval", why=why, fix="give one path, and run the command once for each")
     if config.rollout.backend == "recorded":
         raise ConfigError("rollout.backend", "recorded", "replays a run and asks no model", "give native or vllm")
-    if config.rollout.backend == "auto":
-        raise ConfigError("rollout.backend", "auto", "is chosen by `mrl ppo` alone", "give native or vllm")
     check_backend(config.model, config.engine)
     check_never_trains(config.engine, "engine", "the model")
     longest = f"data.max_prompt_length {config.data.max_prompt_length} and rollout.max_new_tokens"

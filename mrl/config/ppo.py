@@ -128,11 +128,10 @@ DEFAULT_CACHE = 65536
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    backend: Literal["native", "auto", "vllm", "sglang", "recorded"] = key(
+    backend: Literal["native", "vllm", "sglang", "recorded"] = key(
         "native",
         "what samples: native is the actor's own engine, vllm and sglang are servers or engines, recorded "
-        "replays saved rollouts. auto is vllm inside the trainer where it is known to run, as yet nowhere, else "
-        "native; the run keeps it (docs/rollout-servers.md)",
+        "replays saved rollouts",
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
     max_new_tokens: int = key(
@@ -193,6 +192,11 @@ class RolloutConfig:
         60.0, "longest wait for one reset or step of an environment", above=0, maximum=MAX_SECONDS, may_change=True
     )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
+
+    @property
+    def vllm_inside(self) -> bool:
+        """Whether vLLM samples in the trainer's processes."""
+        return self.backend == "vllm" and not self.server.urls
 
     @property
     def cache_limit(self) -> int:

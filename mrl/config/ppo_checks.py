@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mrl.config.checks import (
     check_backend,
@@ -59,11 +58,6 @@ class SamplingRunConfig(Protocol):
 
 def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
-    if config.rollout.backend == "auto":
-        fix = "set rollout.backend to vllm or sglang, or leave it out"
-        reason = "by rollout.backend auto, which asks no servers"
-        refuse_unread(config.rollout.server, "rollout.server", reason, fix, ("urls", *SERVERS_ONLY))
-        config = with_backend(config, "native")
     _check_sizes(config)
     check_train(config.train, config.data)
     _check_length(config)
@@ -90,14 +84,6 @@ def check_ppo(config: PPOConfig) -> None:
     check_batch_invariant(config.rollout, config.actor.engine, "actor.engine")
     _check_best(config)
     check_log(config.log)
-
-
-def with_backend(config: PPOConfig, backend: Literal["native", "vllm"]) -> PPOConfig:
-    """Returns the config with a backend in place of auto. Keys that only the other one reads have their defaults."""
-    rollout, default = config.rollout, RolloutConfig()
-    unread = NATIVE_ONLY if backend == "vllm" else () if rollout.ranks else ("server",)
-    defaults: dict[str, Any] = {name: getattr(default, name) for name in unread}
-    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, backend=backend, **defaults))
 
 
 def check_schedules(config: PPOConfig, steps: int, length: str) -> None:

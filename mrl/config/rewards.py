@@ -202,7 +202,7 @@ def _parse_reward(raw: Any, path: str) -> Reward:
 
 
 def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
-    """Does the same as `build_section`; the known options are this reward's own."""
+    """Builds a section. Refuses options that this reward lacks."""
     known = [k.path for k in section_keys(section)]
     with MistakeCollector() as mistakes:
         for name, value in raw.items():

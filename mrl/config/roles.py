@@ -141,8 +141,8 @@ def sampling_engine(config: PPOConfig) -> EngineConfig:
     )  # fmt: skip
 
 
-def describe_sampling(config: PPOConfig, world_size: int, *, gpu: bool) -> list[str]:
-    """Returns a line on what samples beside the actor's own engine; none if nothing does.
+def describe_sampling(config: PPOConfig, world_size: int, *, gpu: bool) -> str | None:
+    """Returns a line on what samples beside the actor's own engine; None if nothing does.
 
     world_size: the processes that train. gpu: whether they may be on GPUs.
     """
@@ -151,14 +151,14 @@ def describe_sampling(config: PPOConfig, world_size: int, *, gpu: bool) -> list[
         models = f"{pluralize(rollout.ranks // server.tp, 'model')} of tp {server.tp}"
         if config.actor.engine.backend == "fsdp":
             models = "1 model"
-        return [f"rollout: {pluralize(rollout.ranks, 'process', 'processes')} of its own, {models}"]
+        return f"rollout: {pluralize(rollout.ranks, 'process', 'processes')} of its own, {models}"
     if server.urls:
-        return [f"rollout: {rollout.backend} at {', '.join(server.urls)}"]
-    if rollout.backend != "vllm":
-        return []
+        return f"rollout: {rollout.backend} at {', '.join(server.urls)}"
+    if not rollout.vllm_inside:
+        return None
     engines = f"{pluralize(world_size // server.tp, 'engine')} of tp {server.tp}"
     memory = f", with {server.memory_fraction:g} of each GPU's memory while sampling" if gpu else ""
-    return [f"rollout: vLLM inside the trainer, {engines}{memory}"]
+    return f"rollout: vLLM inside the trainer, {engines}{memory}"
 
 
 def rewrite_role_error_keys(config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:

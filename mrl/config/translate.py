@@ -83,7 +83,7 @@ def translate_key(keys: Sequence[str], root: type) -> tuple[str, ...] | None:
 
 
 def _resolved(row: Row, root: type, commands: Set[str]) -> tuple[str, ...] | None:
-    """Does the same as `translate_key` for a row; None if it is of none of these commands."""
+    """Returns the keys of a row as `root` has them; None where it lacks one, or the row is for other commands."""
     return None if row.of and commands.isdisjoint(row.of) else translate_key(row.ours, root)
 
 

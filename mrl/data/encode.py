@@ -227,7 +227,7 @@ class Encoder:
         return self.fit_tool_arguments_and_forms(chat)[0]
 
     def fit_tool_arguments_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
-        """Does the same as `fit_tool_arguments`, and returns the changes in words."""
+        """Returns a conversation with fitting arguments of tool calls, and the changes in words."""
         other = sorted(TEMPLATE_ARGUMENTS & chat.template_kwargs.keys())
         if other:
             why = "is no variable of a chat template"

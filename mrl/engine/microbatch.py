@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+from mrl.config.checks import DEFAULT_TOKENS
 from mrl.engine.packing import best_fit_decreasing
 from mrl.errors import ConfigError
 
@@ -47,7 +48,7 @@ def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
     longer than `tokens`. A reward model renders conversations by its own template, and no key bounds their length.
     """
     if tokens is None:
-        return max(4096, longest)
+        return max(DEFAULT_TOKENS, longest)
     return tokens if trains else max(tokens, longest)
 
 

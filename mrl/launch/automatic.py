@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mrl.config.checks import micro_batch_tokens
+from mrl.config.checks import DEFAULT_TOKENS
 from mrl.config.command import Config, TrainingCommand
 from mrl.config.keys import join_key, value_at
 from mrl.config.load import from_dict, read_yaml, to_dict
 from mrl.config.ppo import DEFAULT_CACHE
-from mrl.config.schema import MicroBatchConfig
 from mrl.engine.atomic_checkpoint import find_checkpoint
 from mrl.errors import UserError, first_line
 from mrl.launch import preflight
@@ -97,10 +96,7 @@ def _longest(command: TrainingCommand, config: Config, key: str) -> int:
 
 
 def _default(command: TrainingCommand, config: Config, key: str) -> int:
-    longest = _longest(command, config, key)
-    number = max(DEFAULT_CACHE, longest) if key == CACHE else micro_batch_tokens(MicroBatchConfig(), longest)
-    assert number is not None
-    return number
+    return max(DEFAULT_CACHE if key == CACHE else DEFAULT_TOKENS, _longest(command, config, key))
 
 
 def with_defaults(
@@ -139,23 +135,13 @@ def _best(
     """Returns the best number that fits at a key, and why it is.
 
     The cache is the largest one. Micro-batches take the least time; equal ones are the default. Below the default it is
-    the largest that fits. Only the phases that the key changes count: those of the roles with its section, or sampling.
-    end: the time after which nothing more is planned.
+    the largest that fits. Only the phases that the key changes count. end: the time after which nothing more is
+    planned.
     """
     if command.on_rows(config) is None:
         raise UserError(f"the batches of mrl {command.name} are its clients'")
     longest, default = _longest(command, config, key), _default(command, config, key)
-    most = MOST_TOKENS // longest * longest
-    phases = [phase for phase in command.phases(config).phases if (phase.kind == "sample") == (key == CACHE)]
-    if key == CACHE:
-        layouts = [plan(config).roles[phase.role].dims for phase in phases]
-        rows = [-(-phase.sequences // (dims.dp * dims.cp)) for phase, dims in zip(phases, layouts, strict=True)]
-        most = max(rows, default=0) * longest
-    else:
-        both = zip(command.parts(config), command.parts(replaced(config, {key: longest})), strict=True)
-        roles = [part.role for part, changed in both if part.engine != changed.engine]
-        phases = [phase for phase in phases if phase.role in roles]
-    names = [phase.name for phase in phases]
+    names, most = _phases_and_most(command, config, key, plan, longest)
 
     def seconds(number: int) -> float | None:
         """Returns the time of the phases, infinite where it is not planned; None if the number does not fit."""
@@ -185,6 +171,23 @@ def _best(
     if key == CACHE:
         return best, "enough for all sequences of a step" if best >= most else fits
     return best, "the default, as no other takes less time" if best == default else "which takes the least time"
+
+
+def _phases_and_most(
+    command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan], longest: int
+) -> tuple[list[str], int]:
+    """Returns the names of the phases that a key changes, and the most that is tried at the key.
+
+    The phases are those of the roles with its section, or sampling. longest: the least number that the key may have.
+    """
+    phases = [phase for phase in command.phases(config).phases if (phase.kind == "sample") == (key == CACHE)]
+    if key == CACHE:
+        layouts = [plan(config).roles[phase.role].dims for phase in phases]
+        rows = [-(-phase.sequences // (dims.dp * dims.cp)) for phase, dims in zip(phases, layouts, strict=True)]
+        return [phase.name for phase in phases], max(rows, default=0) * longest
+    both = zip(command.parts(config), command.parts(replaced(config, {key: longest})), strict=True)
+    roles = [part.role for part, changed in both if part.engine != changed.engine]
+    return [phase.name for phase in phases if phase.role in roles], MOST_TOKENS // longest * longest
 
 
 def _above(default: int, most: int, longest: int) -> list[int]:

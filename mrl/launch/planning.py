@@ -58,10 +58,9 @@ def _plans_here() -> bool:
 def _in_own_process(
     function: Callable[..., _Result], *given: Any, visible: str | None = "", limit_s: float | None = None
 ) -> _Result:
-    """Calls a function in a process that makes models for nothing else, and sees `visible` GPUs; this one stays as it
-    is. That one starts anew, since after a fork torch would find CUDA as this process has it.
+    """Calls a function in a spawned process that sees only the visible GPUs.
 
-    Raises TimeoutError after `limit_s` seconds, and ends that process.
+    A fork would inherit this process's CUDA state. Raises TimeoutError after `limit_s` seconds, and ends that process.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_see_gpus, initargs=(visible,)) as pool:
@@ -93,7 +92,10 @@ def _planned(
     path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
     as_json: bool, suggest: bool, calibrate: bool, visible: str | None,
 ) -> tuple[bool, list[str]]:  # fmt: skip
-    """Does the same as `run`. From now on this process plans. visible: GPUs of a process that times."""
+    """Plans or searches layouts. Returns what `run` returns. From now on this process plans.
+
+    visible: GPUs of a process that times.
+    """
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
@@ -103,12 +105,11 @@ def _planned(
         raise UserError("--calibrate", why="times one layout", fix="leave --suggest out, and give a layout it found")
     command = command_of_yaml(read_yaml(path))
     known: KnownChunks = {}
-    notes: list[str] = []
 
-    def plan_of(more: Sequence[str] = ()) -> Plan:
-        config = load_config(path, [*overrides, *more], command.root)
-        if not suggest:
-            config, notes[:] = _resolved(command, config, world_size, card, reserved_gib=reserved)
+    def load(more: Sequence[str] = ()) -> Config:
+        return load_config(path, [*overrides, *more], command.root)
+
+    def planned(config: Config) -> Plan:
         parts, layouts = read_parts(command, config, world_size)
         with preflight.quiet():
             return planner.plan(
@@ -119,21 +120,24 @@ def _planned(
         with preflight.quiet():
             from mrl.plan import planner, show
 
-            planner.prepare()
+            if suggest:
+                planner.prepare()
         if suggest:
-            config = load_config(path, overrides, command.root)
-            return _suggest(command, config, plan_of, world_size, card, reserved, as_json, watch.detail)
-        made, timed = plan_of(), []
+            return _suggest(
+                command, load(), lambda more: planned(load(more)), world_size, card, reserved, as_json, watch.detail
+            )
+        config, notes = _plan_numbers(command, load(), world_size, card, reserved_gib=reserved)
+        made, timed = planned(config), []
         if calibrate:
             from mrl.plan import calibrating
 
             time_stage = functools.partial(_in_own_process, _timed, visible=visible)
             timed = calibrating.calibrate(made, share, time_stage, watch.detail)
     if as_json:
-        told = planner.as_json(made)
-        told["notes"] += notes
-        told |= {"calibration": calibrating.as_json(timed)} if calibrate else {}
-        return made.fits, [json.dumps(told, indent=1)]
+        content = planner.as_json(made)
+        content["notes"] += notes
+        content |= {"calibration": calibrating.as_json(timed)} if calibrate else {}
+        return made.fits, [json.dumps(content, indent=1)]
     return made.fits, [*show.lines(made), *notes, *(line for one in timed for line in calibrating.lines(made, one))]
 
 
@@ -143,7 +147,7 @@ def _suggest(
 ) -> tuple[bool, list[str]]:  # fmt: skip
     """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too.
 
-    tell: is told how far it is."""
+    tell: the progress callback."""
     from mrl.plan import suggesting
 
     parts = _with_config_json(command, config)
@@ -209,7 +213,7 @@ def resolve_auto(
         if not cards:
             return automatic.with_defaults(command, config, "no GPU is used")
         card = min(cards, key=lambda gpu: gpu.memory)
-        config, lines = _in_own_process(_resolved, command, config, world_size, card, limit_s=LIMIT_S)
+        config, lines = _in_own_process(_plan_numbers, command, config, world_size, card, limit_s=LIMIT_S)
         return config, [*lines, *shared]
     except BrokenProcessPool:
         return automatic.with_defaults(command, config, "the process that planned ended early")
@@ -217,10 +221,13 @@ def resolve_auto(
         return automatic.with_defaults(command, config, automatic.reason(error))
 
 
-def _resolved(
+def _plan_numbers(
     command: TrainingCommand, config: Config, world_size: int, card: GPU, **options: float
 ) -> tuple[Any, list[str]]:
-    """Does the work of `resolve_auto` for a GPU. From now on this process plans. options: of `planner.plan`."""
+    """Plans a number for each `auto` on a GPU. Returns what `resolve_auto` returns. From now on this process plans.
+
+    options: of `planner.plan`.
+    """
     from mrl.plan import planner
 
     known: KnownChunks = {}
@@ -249,20 +256,17 @@ def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU
 def planned_verdict(
     command: TrainingCommand, config: Config, world_size: int, card: GPU
 ) -> tuple[bool | None, str]:  # fmt: skip
-    """Does the same as `verdict` in this process, which plans from now on. A fault of the planner stops no job."""
+    """Plans a run. Returns what `verdict` returns. From now on this process plans. A planner's fault stops no job."""
     try:
         with preflight.quiet():
             from mrl.plan import planner, show
 
-            planner.prepare()
-            config, lines = _resolved(command, config, world_size, card)
+            config, lines = _plan_numbers(command, config, world_size, card)
             parts, layouts = read_parts(command, config, world_size)
             made = planner.plan(command, config, parts, layouts, card)
         return made.known_to_fit, "; ".join([show.verdict(made), *lines])
-    except UserError as error:
-        return None, f"not planned: {error}"
     except Exception as error:
-        return None, f"not planned: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None, f"not planned: {automatic.reason(error)}"
 
 
 def _number(name: str, given: str | None, default: float, most: float, *, from_zero: bool = False) -> float:

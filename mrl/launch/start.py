@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import shlex
@@ -16,10 +15,11 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
 from mrl.config.load import load_config, to_dict
 from mrl.errors import ConfigError, UserError
-from mrl.launch import automatic, backend, gpu_variables, preflight, showing
+from mrl.launch import automatic, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
+from mrl.rollout import vllm_start
 from mrl.trainers.waits import announce
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
-    config, choices = backend.kept(config)
     saved = preflight.check_used(command, config)
     auto = automatic.auto_keys(config)
     config, kept = automatic.with_saved(command, config)
@@ -62,9 +61,10 @@ def start(
             world_size = joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
-        fixed = joined is not None or nproc is not None
-        _show(command, config, parts, layouts, world_size, saved, fixed=fixed)
+        _show(command, config, parts, layouts, world_size, saved)
         return None
+    if _has_vllm_inside(config):
+        vllm_start.check_version(vllm_start.installed())
     for note in command.rate_notes(config) if shows else ():
         print(note, flush=True)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
@@ -76,9 +76,8 @@ def start(
     if joined is not None:
         join(joined)
     with announce("choosing what is auto", shows=shows):
-        config, chosen = backend.choose(command, config, parts, world_size, joined)
-        config, lines, _store = _resolved(command, config, auto, world_size, joined)
-    for line in (*choices, *kept, *chosen, *lines) if shows else ():
+        config, lines, _store = _numbers_of_rank_0(command, config, auto, world_size, joined)
+    for line in (*kept, *lines) if shows else ():
         print(line, flush=True)
     if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
@@ -91,15 +90,14 @@ def start(
 
 def _show(
     command: TrainingCommand, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims], world_size: int,
-    saved: ResumePoint | None, *, fixed: bool,
+    saved: ResumePoint | None,
 ) -> None:  # fmt: skip
-    """Prints what a dry run says. saved: where the run would resume. fixed: whether the user has said world_size."""
+    """Prints the lines of a dry run. saved: where the run would resume."""
     preflight.check_code(command, config)
     notes = showing.notes(command, config)
     for line in describe(command, config, parts, layouts):
         print(line, flush=True)
-    choices = backend.describe_here(command, config, parts, world_size, fixed=fixed)
-    for line in (*choices, *_not_here(parts, config), *str(saved or "").splitlines()):
+    for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
         print(f"# {line}", flush=True)
     for note in notes:
         print(f"# data: {note}", flush=True)
@@ -108,7 +106,7 @@ def _show(
         print(f"# memory: {memory}", flush=True)
 
 
-def _resolved(
+def _numbers_of_rank_0(
     command: TrainingCommand, config: C, auto: Sequence[str], world_size: int, joined: JoinedWorld | None
 ) -> tuple[C, list[str], Any]:
     """Returns the config with a number for each `auto`, lines about them, and a store to keep until the run ends.
@@ -146,7 +144,7 @@ def _resolved(
 
 
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
-    """Returns what the run needs and this machine lacks; that of engine.layer_spec is said with the choice."""
+    """Returns what the run needs and this machine lacks; `describe` has the line on engine.layer_spec."""
     lines = []
     on_gpu = [part.key("engine.device") for part in parts if part.engine.device == "cuda"]
     if on_gpu and not _gpus():
@@ -154,11 +152,15 @@ def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
     auto = automatic.auto_keys(config)
     if auto and (any(part.engine.device == "cpu" for part in parts) or not _gpus()):
         lines += [f"{key}: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" for key in auto]
-    rollout = getattr(config, "rollout", None)
-    inside = rollout is not None and rollout.backend == "vllm" and not rollout.server.urls
-    if inside and importlib.util.find_spec("vllm") is None:
+    if _has_vllm_inside(config) and vllm_start.installed() is None:
         lines.append("rollout.backend: vllm (as configured; the package vllm is not installed, and a run needs it)")
     return lines
+
+
+def _has_vllm_inside(config: Any) -> bool:
+    """Returns whether vLLM samples in the trainer's processes. Not all commands sample."""
+    rollout = getattr(config, "rollout", None)
+    return rollout is not None and rollout.vllm_inside
 
 
 def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
@@ -183,7 +185,7 @@ def _gpus() -> list[GPU]:
 
 
 def join(joined: JoinedWorld) -> None:
-    """Puts what another launcher said of this process where torch.distributed looks for it."""
+    """Sets the variables of another launcher by which torch.distributed finds this process."""
     os.environ.update(joined.variables)
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return

@@ -38,9 +38,18 @@ class HttpClient:
     - timeout_s: the longest wait for an answer; a slower one is not asked again
     - key: names the server in messages
     - secret: sent as `Authorization: Bearer`, and hidden in messages; "" is none
+    - is_limited: whether timeout_s is less than the configured time
     """
 
-    def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        key: str = "rollout.server.urls",
+        secret: str = "",
+        is_limited: bool = False,
+    ) -> None:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
@@ -49,16 +58,15 @@ class HttpClient:
         self._key, self._section = key, key.rpartition(".")[0]
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
-        self._is_limited = False  # to less than the configured time
+        self._is_limited = is_limited
         self._open: set[http.client.HTTPConnection] = set()
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def another(self, timeout_s: float | None = None) -> HttpClient:
         """Returns a client of the same server whose requests end apart from these. timeout_s: a shorter wait."""
         seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        made = HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
-        made._is_limited = seconds < self._timeout_s
-        return made
+        limited = seconds < self._timeout_s
+        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret, is_limited=limited)
 
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)

@@ -55,7 +55,7 @@ def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
             ),
             "use temperature 1, or no filter, or backend native",
         )
-    needed = PROCESSED if temperature != 1 else RAW
+    needed = log_probs_mode(temperature)
     reason = f"rollout.temperature {temperature:g}" if temperature != 1 else ", ".join(used)
     why = f"{where} gives {mode}, which are wrong with {reason}"
     raise ConfigError(key, why=why, fix=f"start it with --logprobs-mode {needed}")
@@ -136,8 +136,8 @@ class VLLMServer(Server):
 
     def note(self) -> str | None:
         version = ""
-        with contextlib.suppress(ServerError), self.get("/version") as told:  # it may sample nevertheless
-            version = str(told["version"])
+        with contextlib.suppress(ServerError), self.get("/version") as answer:  # it may sample nevertheless
+            version = str(answer["version"])
         return untested(version, TESTED_SERVERS, f"at {self.http.url}")
 
     def refuse(self, sampling: SamplingParams) -> None:

@@ -107,7 +107,8 @@ class VLLMSampler(Sampler):
 
     @property
     def notes(self) -> Sequence[str]:
-        return [line for line in (check_version(installed()),) if line is not None]
+        line = check_version(installed())
+        return [] if line is None else [line]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Returns completions. Raises ConfigError for sampling parameters whose log-probs vLLM does not give."""

@@ -1,16 +1,9 @@
-"""Says whether vLLM can sample inside the trainer. Runs ask it when they start, and `rollout.backend: auto` before.
-
-`python -m mrl.rollout.vllm_start ARGUMENTS GPU` asks in a process of its own, because vLLM changes the process that
-imports it. Its last line says why not, and its exit code is 1 then.
-"""
+"""Finds out whether the vLLM that is installed can sample, and quotes its errors."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-import sys
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -19,9 +12,6 @@ from mrl.errors import ConfigError, first_line, one_line
 KEY = "rollout.backend"
 TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
 """The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
-
-RAN_ON_GPUS: tuple[str, ...] = ()
-"""The versions that have sampled to the end of a run on a GPU, which `rollout.backend: auto` asks for."""
 
 _SHOWN = 240  # characters of vLLM's words
 
@@ -77,17 +67,6 @@ def import_vllm(gpu: bool) -> Any:
     return vllm
 
 
-def check_model(arguments: Mapping[str, Any], *, gpu: bool) -> None:
-    """Raises ConfigError for a vLLM that cannot run, or does not take the model. arguments: of `vllm.LLM`."""
-    import_vllm(gpu)
-    from vllm.engine.arg_utils import EngineArgs
-
-    try:
-        EngineArgs(**arguments).create_model_config()
-    except Exception as error:
-        raise ConfigError(KEY, "vllm", f"does not take the model ({last_words(error)})", "set it to native") from error
-
-
 def last_words(error: Exception) -> str:
     """Returns the type of an error and the first line of its text. pydantic's own first line is a count of errors."""
     errors = getattr(error, "errors", None)
@@ -95,10 +74,3 @@ def last_words(error: Exception) -> str:
     line = one_line(text.strip().partition("\n")[0], _SHOWN)
     kind = type(error).__name__
     return kind if line == kind else f"{kind}: {line}"
-
-
-if __name__ == "__main__":
-    try:
-        check_model(json.loads(sys.argv[1]), gpu=sys.argv[2] == "True")
-    except ConfigError as error:
-        sys.exit(str(error))

@@ -115,7 +115,7 @@ def known(job_id: str) -> list[Job]:
 
 
 def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
-    """Does the same as `known`, without a job of another folder."""
+    """Returns the job, or the tasks of the array, without those of another folder; none if Slurm forgot them."""
     return [job for job in known(job_id) if job.is_of(slurm_dir)]
 
 

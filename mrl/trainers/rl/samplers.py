@@ -21,7 +21,6 @@ from mrl.config.schema import LoraConfig
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.collective import OnMain, call_here
 from mrl.engine.kept import KeptSequences
-from mrl.errors import ConfigError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
@@ -67,8 +66,6 @@ def make_sampler(
     servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`. ahead, say: as of
     `Fleet`. group: a folder of its own for weights. ranks_url: of the sampling ranks, with rollout.ranks.
     """
-    if rollout.backend == "auto":
-        raise ConfigError("rollout.backend", "auto", "is chosen by `mrl ppo` alone", "give native or vllm")
     if rollout.backend == "native" and not rollout.ranks:
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
         kept_tokens = min(rollout.cache_limit // 2, rollout.cache_limit - max_length)
@@ -81,7 +78,7 @@ def make_sampler(
             return dispatch.generate("actor", requests, **limits, **kept)
 
         return EngineSampler(generate, tokenizer, kept_tokens=kept_tokens)
-    if rollout.backend == "vllm" and not rollout.server.urls:
+    if rollout.vllm_inside:
         return VLLMSampler(
             rollout.server, path=folder, dtype=dtype, temperature=rollout.temperature, max_length=max_length,
             device=dispatch.device,
@@ -170,8 +167,9 @@ def open_rollouts(trainer: Trainer, ranks_url: str) -> tuple[TrajectorySource, l
     level = config.rollout.async_level
     rollouts_by_group = groups_of_servers(config.rollout)
     samplers = []
-    # first: vLLM may take a minute to start, and servers may not answer
-    say_all(console, describe_sampling(config, dispatch.world_size, gpu=dispatch.device.type == "cuda"))
+    sampling = describe_sampling(config, dispatch.world_size, gpu=dispatch.device.type == "cuda")
+    if sampling is not None:
+        console.say(sampling)  # first: vLLM may take a minute to start, and servers may not answer
     for number, rollout in enumerate(rollouts_by_group):
         sampler = make_sampler(
             rollout, dispatch, tokenizer, folder=folder, dtype=model.dtype, max_length=config.max_length,
