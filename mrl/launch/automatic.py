@@ -134,9 +134,9 @@ def _best(
 ) -> tuple[int, str]:  # fmt: skip
     """Returns the best number that fits at a key, and why it is.
 
-    The cache is the largest one. Micro-batches take the least time; equal ones are the default. Below the default it is
-    the largest that fits. Only the phases that the key changes count. end: the time after which nothing more is
-    planned.
+    The cache is the largest one. Micro-batches are the largest of those that take the least time. Without a time they
+    are the default. Below the default it is the largest that fits. Only the phases that the key changes count. end:
+    the time after which nothing more is planned.
     """
     if command.on_rows(config) is None:
         raise UserError(f"the batches of mrl {command.name} are its clients'")
@@ -156,21 +156,28 @@ def _best(
     def in_time() -> bool:
         return time.monotonic() < end
 
-    best, least, fits = default, seconds(default), f"the most tried that leaves {MARGIN:.0%} of a GPU free by mrl plan"
+    fits = f"the most tried that leaves {MARGIN:.0%} of a GPU free by mrl plan"
+    least = seconds(default)
     if least is None:
         for number in (default // 2**i // longest * longest for i in range(1, default.bit_length())):
             if number and in_time() and seconds(number) is not None:
                 return number, fits
         raise UserError(f"by mrl plan not even {longest:,} fit" if in_time() else "planning takes long")
+    tried = {default: least}
     for number in _above(default, most, longest):
         took = seconds(number) if in_time() else None
         if took is None:
             break
-        if key == CACHE or took < least * (1 - TIE):
-            best, least = number, took
+        tried[number] = took
     if key == CACHE:
+        best = max(tried)
         return best, "enough for all sequences of a step" if best >= most else fits
-    return best, "the default, as no other takes less time" if best == default else "which takes the least time"
+    least = min(tried.values())
+    if math.isinf(least):
+        return default, "the default, as mrl plan knows no time"
+    return max(
+        n for n, took in tried.items() if took <= least * (1 + TIE)
+    ), "the most that takes the least time by mrl plan"
 
 
 def _phases_and_most(

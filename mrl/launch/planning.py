@@ -20,6 +20,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, preflight
 from mrl.launch.environment import ranks_here
+from mrl.launch.worker import die_with_launcher
 from mrl.parallel import ParallelDims
 from mrl.trainers.waits import announce, write_error_line
 
@@ -63,7 +64,7 @@ def _in_own_process(
     A fork would inherit this process's CUDA state. Raises TimeoutError after `limit_s` seconds, and ends that process.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, initializer=_see_gpus, initargs=(visible,)) as pool:
+    with ProcessPoolExecutor(1, context, initializer=_prepare_process, initargs=(visible, os.getpid())) as pool:
         before = set(multiprocessing.active_children())
         future = pool.submit(function, *given)
         try:
@@ -74,8 +75,12 @@ def _in_own_process(
             raise
 
 
-def _see_gpus(visible: str | None) -> None:
-    """Sets the GPUs before torch looks for them, because megatron would use one. None: as there are."""
+def _prepare_process(visible: str | None, parent: int) -> None:
+    """Ends this process with its parent, and sets the GPUs before torch looks for them: megatron would use one.
+
+    visible: None for those that there are.
+    """
+    die_with_launcher(parent)
     os.environ.pop(_GPUS, None)
     os.environ |= {} if visible is None else {_GPUS: visible}
 
@@ -217,6 +222,8 @@ def resolve_auto(
         return config, [*lines, *shared]
     except BrokenProcessPool:
         return automatic.with_defaults(command, config, "the process that planned ended early")
+    except TimeoutError:
+        return automatic.with_defaults(command, config, f"planning took more than {LIMIT_S:.0f} s")
     except Exception as error:  # of the driver too: no run ends because its plan fails
         return automatic.with_defaults(command, config, automatic.reason(error))
 

@@ -126,7 +126,7 @@ def warnings_in(path: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _die_with_launcher(launcher_pid: int) -> None:
+def die_with_launcher(launcher_pid: int) -> None:
     """Asks the kernel to kill this process when the launcher dies, even by SIGKILL; elsewhere a thread watches."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -157,7 +157,7 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     task = Task(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
     rank = int(os.environ["RANK"])
-    _die_with_launcher(task.launcher_pid)
+    die_with_launcher(task.launcher_pid)
     _redirect_output(log_path(task.log_dir, rank), keep_terminal=rank == 0)
     outcome = run_task(task, rank)
     if outcome.kind == "fault":

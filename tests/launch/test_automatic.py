@@ -6,6 +6,7 @@ The numbers themselves are those of tests/plan/test_automatic.py.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -23,6 +24,7 @@ from mrl.launch import automatic, gpu_variables, planning, start
 from mrl.plan.gpus import GPU, GPUS
 from tests.config.test_load import merged
 from tests.forks import forks
+from tests.resume.kills import are_gone
 from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
@@ -178,7 +180,7 @@ def hang() -> list[GPU]:
     [
         (fail, 180, "RuntimeError: driver"),
         (die, 180, "the process that planned ended early"),
-        (hang, 1, "TimeoutError"),
+        (hang, 1, "planning took more than 1 s"),
     ],
 )
 def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, why):
@@ -188,6 +190,25 @@ def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, wh
     made, [line] = planning.resolve_auto(SFT(), config, 2, query)
     assert made.engine.micro_batch.tokens == 4096 and f"is the default, 4,096, because {why}" in line
     assert time.monotonic() - start_s < 180, "the child is still waited for"
+
+
+def note_and_hang(folder: str) -> None:
+    pathlib.Path(folder, "pid").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_a_process_that_plans_ends_with_its_parent(tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(
+        target=planning._in_own_process, args=(note_and_hang, str(tmp_path))
+    )
+    parent.start()
+    noted = tmp_path / "pid"
+    while not (noted.exists() and noted.read_text()):
+        assert parent.is_alive()
+        time.sleep(0.05)
+    parent.kill()
+    parent.join()
+    assert are_gone([int(noted.read_text())])
 
 
 def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, tmp_path):
@@ -207,7 +228,7 @@ def some_gpus() -> list[GPU]:
 
 @pytest.mark.parametrize(
     ("name", "here", "number"),
-    [("LOCAL_WORLD_SIZE", "2", 4096), ("LOCAL_WORLD_SIZE", "4", 64), ("SLURM_STEP_TASKS_PER_NODE", "1,4(x12)", 64)],
+    [("LOCAL_WORLD_SIZE", "2", 32768), ("LOCAL_WORLD_SIZE", "4", 64), ("SLURM_STEP_TASKS_PER_NODE", "1,4(x12)", 64)],
 )
 def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch, name, here, number):
     monkeypatch.setenv(name, here)
