@@ -192,7 +192,8 @@ class EngineConfig:
         "auto",
         "modules of the layers (megatron backend): te is transformer-engine's, local runs on any machine. auto is te "
         "if transformer-engine is installed, there is a GPU, and te has more than unfused attention for this model "
-        "and layout; local for experts that were measured faster so (docs/gpu-keys.md). A resume keeps what auto was",
+        "and layout; local for some experts: an H100 trained 32 experts of 1,024 x 768 faster so, and at most this "
+        "size is taken (docs/gpu-keys.md). A resume keeps what auto was",
         may_change=True,
     )
     attention: Literal["auto", "flash", "fused", "unfused"] = key(

@@ -32,10 +32,12 @@ from mrl.parallel import ParallelDims
 KEY = "engine.layer_spec"
 ATTENTION = "engine.attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of model.dtype
-MOST_HIDDEN, MOST_WIDTH, FEWEST_EXPERTS = 1024, 768, 32
-"""Sizes of a rank's experts that an H100 trained faster in local layers with grouped_mm: 48,100 tokens/s, te 18,400.
+MOST_HIDDEN, MOST_WIDTH, MOST_A_TOKEN, FEWEST_EXPERTS = 1024, 768, 4, 32
+"""The one model that was measured: an H100 trained it faster in local layers with grouped_mm, on one rank.
 
-transformer-engine starts a product for each expert. So larger experts, or fewer, may be faster under te."""
+They reached 48,100 tokens/s, te 18,400. transformer-engine starts a product for each expert. So larger experts, or
+fewer, may be faster under te."""
+FASTER = f"an H100 trained {FEWEST_EXPERTS} experts of {MOST_HIDDEN:,} x {MOST_WIDTH} faster so"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +94,8 @@ def unmeasured(
     """Returns why no measurement covers a model, behind "local layers with grouped_mm"; None if one does."""
     if "num_moe_experts" not in fields:
         return "are for experts"
-    (hidden, width), experts = expert_sizes(fields, dims), fields["num_moe_experts"] // dims.ep
-    fit = hidden <= MOST_HIDDEN and width <= MOST_WIDTH and experts >= FEWEST_EXPERTS
+    (hidden, width), experts, each = expert_sizes(fields, dims), fields["num_moe_experts"], fields["moe_router_topk"]
+    fit = hidden <= MOST_HIDDEN and width <= MOST_WIDTH and each <= MOST_A_TOKEN and experts >= FEWEST_EXPERTS
     fit &= experts_fit(fields, dims, dtype.itemsize)
     attention = AttentionShape.of(fields, dims)
     is_plain = not (attention.windowed or attention.sinks or attention.dropout or dims.cp > 1)
@@ -106,7 +108,8 @@ def unmeasured(
         (lora, "were not measured with adapters"),
         (keys, f"were not measured with {', '.join(keys)}"),
         (not is_plain, "were measured with plain causal attention and cp 1"),
-        (not fit, f"were not measured for {experts} experts of {hidden} x {width} on a rank"),
+        (dims.tp * dims.ep * dims.etp > 1, "were measured with all experts on one rank (tp, ep and etp 1)"),
+        (not fit, f"were not measured for {experts} experts of {hidden:,} x {width:,}, {each} a token"),
     )
     return next((words for holds, words in cases if holds), None)
 
@@ -191,8 +194,7 @@ def _chosen(
     if against is None and slow is not None:
         against = f"is not taken, as its {slow}"
     if against is None and _is_faster_locally(gpu, unmeasured_because):
-        sizes = " x ".join(map(str, expert_sizes(fields, dims)))
-        against = f"was measured slower for experts of {sizes} than local layers with grouped_mm"
+        against = f"is left out for local layers with grouped_mm: {FASTER}, and these are at most of this size"
     if absent == platform.NO_GPU:
         where = f"local too: transformer-engine {against}"
         if against is None:

@@ -6,7 +6,7 @@ The program on those ranks is mrl/trainers/rl/rollout_ranks.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -100,6 +100,14 @@ class RankSampler(ServerSampler):
     @property
     def notes(self) -> Sequence[str]:
         return () if self.handover is None else ("rollout.ranks: they get new weights as files",)
+
+
+def init_ranks(url: str, chosen: Mapping[str, str]) -> None:
+    """Makes the sampling ranks build the trainer's layers and load the model. They load after they have answered.
+
+    chosen: the actor's `BaseEngine.chosen`.
+    """
+    RankServer(HttpClient(url, timeout_s=TIMEOUT_S)).http.post("/init", {"chosen": dict(chosen)}, tries=1)
 
 
 def end_ranks(url: str) -> None:

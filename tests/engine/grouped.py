@@ -83,12 +83,20 @@ def decodes_in_fixed_shapes(config: RoleConfig) -> dict[str, float]:
 
 
 def samples_in_fixed_shapes(config: RoleConfig) -> None:
-    """Completions of steps in fixed shapes are those of other steps, and of a model without the key."""
+    """Completions of steps in fixed shapes are those of other steps, and of a model without the key.
+
+    Where a grouped product would ask the host, every expert computes every token of such a step."""
     engines = [make_engine(of) for of in (config, with_key(config))]
     requests = generation.sampled_requests()
     expected = engines[0].generate(requests)
+    activated = decoder._Experts._activated
     every = mock.patch.object(decoder._Experts, "_activated", side_effect=AssertionError("every expert computed"))
     with counted() as count, every:
         found = engines[1].generate(requests, cuda_graphs=True)
     assert count[0], "no product was grouped"
+    generation.assert_alike(found, expected)
+    every = mock.patch.object(decoder._Experts, "_activated", autospec=True, side_effect=activated)
+    with mock.patch.object(grouped, "works_on_device", return_value=False), every as computed:
+        found = engines[1].generate(requests, cuda_graphs=True)
+    assert computed.called, "a step whose products ask the host is captured"
     generation.assert_alike(found, expected)

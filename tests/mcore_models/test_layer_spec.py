@@ -256,7 +256,12 @@ LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_em
         (LATENT, None, ["A100", "L40S", "RTX 50"], []),
         (SINKS, None, [], ["A100", "L40S"]),
         (LATENT | {"v_head_dim": 256}, None, ["A100", "H100", "B200", "RTX 50"], ["L40S"]),
-        (DENSE | {"num_moe_experts": 32, "moe_ffn_hidden_size": 512}, None, ["A100", "L40S"], ["H100"]),
+        (
+            DENSE | {"num_moe_experts": 32, "moe_ffn_hidden_size": 512, "moe_router_topk": 4},
+            None,
+            ["A100", "L40S"],
+            ["H100"],
+        ),
     ],
 )
 def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeypatch, fields, off, beside, never):
@@ -334,14 +339,14 @@ def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, 
         layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)
 
 
-EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_size": 768}
+EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_size": 768, "moe_router_topk": 4}
 
 
 @pytest.mark.parametrize(
     "engine, fields, given, why",
     [
         ({}, {}, {}, None),
-        ({}, {"hidden_size": 512, "moe_ffn_hidden_size": 512, "num_moe_experts": 64}, {"dims": ParallelDims(world_size=2, ep=2)}, None),
+        ({}, {"hidden_size": 512, "moe_ffn_hidden_size": 512, "num_moe_experts": 64, "moe_router_topk": 2}, {"dims": ParallelDims(world_size=4, pp=2)}, None),
         ({"recompute": "selective", "recompute_modules": ("moe",), "moe": MoEConfig(grouped_mm=True)}, {}, {}, None),
         ({"moe": MoEConfig(grouped_mm=False)}, {}, {}, "are off (engine.moe.grouped_mm)"),
         ({}, {}, {"lora": True}, "were not measured with adapters"),
@@ -351,10 +356,14 @@ EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_s
         ({}, {"add_bias_linear": True}, {}, "are for experts without biases"),
         ({}, {"window_size": (15, 0)}, {}, "were measured with plain causal attention and cp 1"),
         ({}, {}, {"dims": ParallelDims(world_size=2, cp=2)}, "were measured with plain causal attention and cp 1"),
-        ({}, {"hidden_size": 2048}, {}, "were not measured for 32 experts of 2048 x 768 on a rank"),
-        ({}, {"moe_ffn_hidden_size": 1536}, {"dims": ParallelDims(world_size=2, tp=2, etp=2)}, None),
-        ({}, {"moe_ffn_hidden_size": 100}, {}, "were not measured for 32 experts of 1024 x 100 on a rank"),
-        ({}, {}, {"dims": ParallelDims(world_size=2, ep=2)}, "were not measured for 16 experts of 1024 x 768 on a rank"),
+        ({}, {"hidden_size": 2048}, {}, "were not measured for 32 experts of 2,048 x 768, 4 a token"),
+        ({}, {"moe_ffn_hidden_size": 776}, {}, "were not measured for 32 experts of 1,024 x 776, 4 a token"),
+        ({}, {"moe_ffn_hidden_size": 100}, {}, "were not measured for 32 experts of 1,024 x 100, 4 a token"),
+        ({}, {"num_moe_experts": 16}, {}, "were not measured for 16 experts of 1,024 x 768, 4 a token"),
+        ({}, {"moe_router_topk": 8}, {}, "were not measured for 32 experts of 1,024 x 768, 8 a token"),
+        ({}, {"moe_ffn_hidden_size": 1536}, {"dims": ParallelDims(world_size=2, tp=2, etp=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
+        ({}, {}, {"dims": ParallelDims(world_size=2, tp=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
+        ({}, {"num_moe_experts": 64}, {"dims": ParallelDims(world_size=2, ep=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
         ({}, {}, {"kept": "te"}, "are not what the checkpoint was trained with"),
     ],
 )  # fmt: skip
@@ -367,7 +376,7 @@ def test_experts_are_local_where_that_was_measured_faster(machine, monkeypatch, 
         chosen = layer_spec.choose(engine, fields, **given)
         is_local = capability == (9, 0) and why is None
         assert chosen.name == ("local" if is_local else "te"), chosen
-        assert ("was measured slower for experts of" in chosen.why) is is_local
+        assert ("an H100 trained 32 experts of 1,024 x 768 faster so, and these are at most" in chosen.why) is is_local
         assert (why is not None and why in chosen.why) is (capability == (9, 0) and why is not None), chosen
 
 

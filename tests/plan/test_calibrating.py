@@ -47,6 +47,14 @@ def test_a_rank_alone_has_the_shapes_of_a_run(process, case):
         assert len(expected) > 20 and found == expected, f"rank {rank}"
 
 
+def test_experts_get_as_many_tokens_while_they_are_timed(process):
+    """Random weights would choose some experts for most tokens. 256 of 1,024 tokens each, within six deviations."""
+    case = Case(MOE, lengths=(512, 512), changes=FEW)
+    layers = process.submit(timed.tokens_of_experts, case).result()
+    assert layers and all(len(counts) == 8 and sum(counts) == 2 * 1024 for counts in layers)
+    assert all(abs(count - 256) < 6 * 256**0.5 for counts in layers for count in counts), layers
+
+
 TOKENS, ROWS = 128, 16
 LIKE = 2.0
 """A run and its calibration differ by less, on a machine that does other work too."""

@@ -41,6 +41,22 @@ def alone(case: Case) -> list[Shapes]:
     return found
 
 
+def tokens_of_experts(case: Case) -> list[list[int]]:
+    """Returns the tokens of each expert in each layer of a rank that is timed, of a router that would choose the same
+    experts for all tokens."""
+    found: list[list[int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config, dims = layout_of(case, folder)
+        with stage_times.engine_of_rank(config, dims, 0) as engine, engine.train_mode():
+            [wrapped], [inner] = engine.model.wrapped, engine.model.chunks
+            for router in (module for name, module in inner.named_modules() if name.endswith(".router")):
+                torch.nn.init.zeros_(router.weight)
+                router.register_forward_hook(lambda _, given, output: found.append(output[1].sum(0).tolist()))
+            run = ChunkRun(config, engine.model, case.lengths, "none")
+            run.forward(run.micro_batch(), wrapped, inner, None)
+    return found
+
+
 def real(case: Case) -> list[Shapes]:
     """Shapes of every rank of a world. A case of the test harness."""
     from mrl.engine.megatron.engine import MegatronEngine

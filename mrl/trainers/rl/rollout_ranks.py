@@ -17,7 +17,7 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,7 +29,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import call_on_every_rank, is_main, on_main, split_world
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import SamplingKey, SamplingParams
-from mrl.errors import UserError, first_line
+from mrl.errors import ConfigError, UserError, first_line
 from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import SampleRequest
@@ -82,6 +82,11 @@ def _serve(config: PPOConfig, store: Any) -> None:
             name, body = call
             if name == "end":
                 return
+            if name == "init":
+                if calls is not None:
+                    calls.answer(None)  # first, so both worlds load their models at once
+                model.init(**body)
+                continue
             if name == "sample" and not watched:  # the trainer answers signals, and may need what is under way
                 signals.enter_context(StopSignal())
                 watched = True
@@ -110,7 +115,6 @@ class _SampledModel:
             engine=dataclasses.replace(sampling_engine(config), micro_batch=role.engine.micro_batch),
         )  # fmt: skip
         engine = build_engine(role)
-        engine.init_model()
         self._engine, self._dispatch, self._version = engine, WorkerDispatch({"actor": engine}, offload_idle=False), ""
         tokenizer = load_tokenizer(self._folder, config.actor.model.trust_remote_code, config.data.chat_template)
         # It samples by its own engine, as if there were no other ranks.
@@ -120,6 +124,19 @@ class _SampledModel:
                 rollout, self._dispatch, tokenizer, folder=self._folder, dtype=config.actor.model.dtype,
                 max_length=self._max_length, output_dir=nothing, progress=lambda done, of: None,
             )  # fmt: skip
+
+    def init(self, chosen: Mapping[str, str]) -> None:
+        """Builds the layers that the actor trains with, and loads the weights. chosen: its `BaseEngine.chosen`.
+
+        The trainer may have another spec than `auto` is here: of its checkpoint, its layout or its adapters.
+        """
+        self._engine.keep_choices(chosen)
+        own, trained = self._engine.chosen.get("layer_spec"), chosen.get("layer_spec")
+        if own != trained:
+            why = f"is {trained} on the ranks that train and {own} on those of rollout.ranks"
+            fix = "install the same packages on all hosts, or set local"
+            raise ConfigError("actor.engine.layer_spec", self._engine.config.engine.layer_spec, why, fix)
+        self._engine.init_model()
 
     def do_inspect(self) -> dict[str, Any]:
         return {"path": self._folder, "max_length": self._max_length}

@@ -24,6 +24,7 @@ from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import Stopped, TrainingError, UserError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import SharedRollouts, TrajectorySource
+from mrl.rollout.ranks import init_ranks
 from mrl.rollout.servers import ServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import is_due, say_all, say_mtp_layers
@@ -66,6 +67,7 @@ class PPOTrainer(Trainer):
         """
         super().__init__(config, console, closing)
         self.experience: Experience | None = None  # of the iteration at hand; None at the start of one
+        self._ranks_url = ranks_url
         self.equal_rewards, self.token_limit = EqualRewards(), TokenLimit(config.rollout.max_new_tokens)
         console.doing("reading the models' folders and the data")
         self._open_models()
@@ -200,6 +202,8 @@ class PPOTrainer(Trainer):
         dispatch, console, config = self.dispatch, self.console, self.config
         say_choices(console, dispatch.engines)  # first: a run that ends for want of memory has said what was chosen
         console.doing("building the models")
+        if config.rollout.ranks:
+            dispatch.on_main(lambda: init_ranks(self._ranks_url, dispatch.engines["actor"].chosen))
         dispatch.init_model()
         without = {r: f for r, f in self.folders.items() if r != "actor" or config.actor.model.mtp is None}
         say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in without.items()})

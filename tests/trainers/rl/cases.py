@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from mrl.algorithms.advantages import AdvantageInputs
@@ -23,7 +25,7 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import BaseEngine, Completion
 from mrl.engine.sampling import SamplingKey
-from mrl.errors import RewardError
+from mrl.errors import ConfigError, RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import SampleRequest
@@ -35,6 +37,7 @@ from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.launched import LaunchedRollouts
+from tests.engine import te_like
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
 
@@ -44,6 +47,23 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
     with around:
         return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
+
+
+def te_modules_of_rank(
+    config: Mapping[str, Any], rank: int, port: int, has_te: bool, made: multiprocessing.Queue
+) -> None:
+    """Runs one of two launched ranks in a process of its own. Puts (rank, whether its layers are te's, or its error) into
+    the queue."""
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""})
+    torch.set_num_threads(1)
+    with te_like.te_like() if has_te else contextlib.nullcontext():
+        try:
+            ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml")
+        except ConfigError as error:
+            made.put((rank, str(error)))
+        else:
+            made.put((rank, te_like.NormAndColumn.made > 0))
 
 
 def held_after(config: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ The oracle is transformers: each rollout's log-probs are those of the weights th
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -17,9 +18,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.engine import harness
 from tests.forks import Forked, forks
 from tests.tiers import slow_but
-from tests.trainers.rl import tiny_policies
+from tests.trainers.rl import cases, tiny_policies
 from tests.trainers.rl.test_launched import export, made_of
 from tests.trainers.tiny_runs import REPO, steps
 
@@ -89,6 +91,33 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
     ended(run, tmp_path, 75)
     ended(start(inputs, tmp_path / "run", 2), tmp_path)
     assert made_of(tmp_path / "run") == made_of(whole)
+
+
+def test_after_a_resume_both_worlds_have_the_layers_of_the_checkpoint(inputs, tmp_path):
+    """There `auto` alone is local. A sampling rank that cannot have them says so."""
+
+    def run(steps_: int, spec: str, *, sampler_has_te: bool = True) -> dict[int, bool | str]:
+        config = tiny_policies.make_config(
+            inputs, tmp_path / "run", rollout={"async_level": 1, "ranks": 1}, train={"steps": steps_},
+            actor={"engine": MEGATRON | {"layer_spec": spec}}, checkpoint={"export_hf": False},
+        )  # fmt: skip
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(harness.PRELOAD))
+        made, port = context.Queue(), harness._free_port()
+        arguments = [(config, 0, port, True, made), (config, 1, port, sampler_has_te, made)]
+        ranks = [context.Process(target=cases.te_modules_of_rank, args=each, daemon=True) for each in arguments]
+        try:
+            for rank in ranks:
+                rank.start()
+            return dict(made.get(timeout=120) for _ in range(1 + sampler_has_te))
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    assert run(2, "te") == {0: True, 1: True}
+    assert run(4, "auto") == {0: True, 1: True}
+    why = 'value "auto" is te on the ranks that train and local on those of rollout.ranks; install the same packages'
+    assert run(6, "auto", sampler_has_te=False) == {1: f"actor.engine.layer_spec: {why} on all hosts, or set local"}
 
 
 @pytest.mark.parametrize(
