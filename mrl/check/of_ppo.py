@@ -21,7 +21,7 @@ from mrl.check.rows import Rows, counted
 from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.ppo import PPOConfig
-from mrl.config.roles import role_configs
+from mrl.config.roles import ROLES, role_configs
 from mrl.data.dataset import Example
 from mrl.data.mixture import train_rows
 from mrl.data.prompts import PromptDataset, PromptSource
@@ -37,7 +37,8 @@ class CheckedPPO(CommandCheck[PPOConfig]):
     def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         by_role = {part.role: part for part in parts}
         recipe = check_algorithm(config)
-        configs = role_configs(config, folders, recipe)
+        # what does not train is not checked, so any folder serves
+        configs = role_configs(config, dict.fromkeys(ROLES, folders["actor"]) | dict(folders), recipe)
         length, how = config.rollout.max_new_tokens, recipe.aggregation
         weights: dict[str, TokenWeights] = {
             "token_mean": reference.token_mean,

@@ -72,8 +72,8 @@ JSD_BETA = 0.5
 """The teacher's share of the mixture, where `beta` is null."""
 
 _MTP = (
-    "train the model's MTP layers (DeepSeek-V3, GLM-4.5), all that its config.json announces (megatron backend, "
-    "docs/layouts.md). null skips them"
+    "train the model's MTP layers (DeepSeek-V3, GLM-4.5, Qwen3.5), all that its config.json announces (megatron "
+    "backend, docs/layouts.md). null skips them"
 )
 
 

@@ -354,7 +354,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         raise CheckpointError(
             folder,
             why=f"is of backend fsdp and a {hf_config['model_type']!r} model, for whose names there mrl has no table",
-            fix="the run writes its own export to hf/ (checkpoint.export_hf)",
+            fix="resume the run: its end writes hf/ (checkpoint.export_hf)",
         )
     family = as_stored_in(companions, family_for(hf_config))
     files, names = read_source_file(folder) if imported else (None, [])

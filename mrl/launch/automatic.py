@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 TOKENS, CACHE = "engine.micro_batch.tokens", "rollout.cache_tokens"
+GPU_VARIABLE = "MRL_PLAN_GPU"
+"""A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
 MOST_TOKENS = 32768
 MARGIN = 0.1
 """The share of a GPU's memory that stays free beside what a plan reserves: activations are planned to within 10 %."""

@@ -33,8 +33,6 @@ if typing.TYPE_CHECKING:
 _Result = typing.TypeVar("_Result")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
-GPU_VARIABLE = "MRL_PLAN_GPU"
-"""A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
 LIMIT_S = 3 * automatic.PLAN_S
 """Seconds after which a process that looks for GPUs or chooses `auto` is ended: imports take long on network disks."""
 
@@ -204,8 +202,8 @@ def resolve_auto(
 
     cards: Sequence[GPU] = ()
     shared: list[str] = []
-    if GPU_VARIABLE in os.environ:
-        cards = [gpu_of(os.environ[GPU_VARIABLE], GPU_VARIABLE)]
+    if automatic.GPU_VARIABLE in os.environ:
+        cards = [gpu_of(os.environ[automatic.GPU_VARIABLE], automatic.GPU_VARIABLE)]
     try:
         if not cards and "cpu" not in preflight.devices(command, config):
             cards = _in_own_process(gpus, visible=os.environ.get(_GPUS), limit_s=LIMIT_S)

@@ -149,7 +149,7 @@ def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
     on_gpu = [part.key("engine.device") for part in parts if part.engine.device == "cuda"]
     if on_gpu and not _gpus():
         lines.append(f"{', '.join(on_gpu)}: cuda (as configured; torch sees no GPU, and a run needs one)")
-    auto = automatic.auto_keys(config)
+    auto = [] if automatic.GPU_VARIABLE in os.environ else automatic.auto_keys(config)
     if auto and (any(part.engine.device == "cpu" for part in parts) or not _gpus()):
         lines += [f"{key}: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" for key in auto]
     if _has_vllm_inside(config) and vllm_start.installed() is None:
@@ -164,13 +164,20 @@ def _has_vllm_inside(config: Any) -> bool:
 
 
 def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
-    """Returns whether the run fits the GPUs of this machine, in words; None where it has none."""
-    gpus = [] if "cpu" in preflight.devices(command, config) else _gpus()
-    if not gpus:
+    """Returns whether the run fits the GPUs of this machine, or the one that MRL_PLAN_GPU names, in words; None without
+    one."""
+    named = os.environ.get(automatic.GPU_VARIABLE)
+    if named is not None:
+        from mrl.plan.gpus import gpu_of
+
+        card = gpu_of(named, automatic.GPU_VARIABLE)
+    elif "cpu" in preflight.devices(command, config) or not (gpus := _gpus()):
         return None
+    else:
+        card = gpus[0]
     from mrl.launch import planning
 
-    return planning.verdict(command, config, world_size, gpus[0])[1]
+    return planning.verdict(command, config, world_size, card)[1]
 
 
 def _gpus() -> list[GPU]:

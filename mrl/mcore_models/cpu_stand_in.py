@@ -48,6 +48,8 @@ def prepare() -> None:
     if _prepared:
         return
     if not has_gpu():
+        # megatron's import loads it, and it warns that a CUDA toolkit is here and no GPU
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _replace_cuda_runtime()
         _replace_tensor_creation()
         _complete_gloo()

@@ -75,6 +75,12 @@ def test_every_example_of_the_help_runs(place, monkeypatch, line):
     ]
 
 
+def test_a_reference_is_not_checked(place, monkeypatch):
+    """GRPO has one by default."""
+    done = mrl(place, "mrl check grpo.yaml --layouts dp1", monkeypatch)
+    assert done.exit_code == 0 and "the same: 1 row" in done.stdout, done
+
+
 @pytest.mark.nightly
 def test_actor_and_critic(place, monkeypatch):
     """A role each, on its own engine; what differs is an exit code and a name."""

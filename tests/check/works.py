@@ -85,7 +85,7 @@ def make_configs(folder: Path) -> None:
     role = {"model": sft["model"], "engine": {"device": "cpu"}}
     grpo = {
         "output_dir": str(folder / "run"), "actor": role, "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
-        "algorithm": {"name": "grpo", "kl_in": "none"}, "rewards": {"functions": [{"name": "exact_match"}]},
+        "algorithm": {"name": "grpo"}, "rewards": {"functions": [{"name": "exact_match"}]},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 24}, "train": {"global_batch_size": 8, "steps": 1},
     }  # fmt: skip
     tiny_runs.write_config(folder / "grpo.yaml", grpo)

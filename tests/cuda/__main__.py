@@ -37,6 +37,8 @@ def counts(arguments: argparse.Namespace) -> int:
     if file["versions"] != count_cases.installed():
         raise SystemExit(f"the ceilings are of {file['versions']}, and here are {count_cases.installed()}")
     chosen = [r for name, r in count_cases.ROWS.items() if {*arguments.words} <= {*name.split()}]
+    if not chosen:
+        raise SystemExit(f"no row has all of these words: {' '.join(arguments.words)}")
     high = []
     with contextlib.ExitStack() as stack:
         workers: dict[bool, Any] = {}
