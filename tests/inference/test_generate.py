@@ -326,7 +326,6 @@ REFUSED = {
     "no section": (("--prompt", "x", "rollout=3"), "rollout: value 3 is a whole number"),
     "no text": (("--prompt", ""), '--prompt: value "" is no prompt; give a text'),
     "a replay": (("--prompt", "x", "--backend", "recorded"), 'rollout.backend: value "recorded" replays a run'),
-    "a backend that a run chooses": (("--prompt", "x", "--backend", "auto"), "is chosen by `mrl ppo` alone"),
     "keys of rows": (("--prompt", "x", "data.columns={a: b}"), "data.columns: value {\"a\": \"b\"} is not used without a file of rows"),
     "rows as a key": (("--prompt", "x", "data.eval=long.jsonl"), 'data.eval: value "long.jsonl" has no effect here; give rows with --prompts'),
     "graphs of the other engine": (("--prompt", "x", "engine.backend=fsdp", "rollout.cuda_graphs=true"), "rollout.cuda_graphs: value true is not for engine.backend fsdp"),
