@@ -28,7 +28,7 @@ from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
 from mrl.weights.accounting import SCORE
 from mrl.weights.adapter_folder import CONFIG, MERGE
-from mrl.weights.composites import CarriedReader
+from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.mcore_weights import FOLDER
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.reader import Slice
@@ -191,7 +191,8 @@ def merge_checkpoint_adapters(
     dtype: torch.dtype,
 ) -> MergedReader:
     """Returns the checkpoint's adapters over the base in `companions`. Raises CheckpointError if it is another."""
-    if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
+    tables = (family, None) if family.model_type in COMPOSITES else (family,)  # the FSDP engine has none of a composite
+    if saved.base not in (identity.fingerprint(str(companions), table, hf_config, saved.head) for table in tables):
         raise CheckpointError(
             companions,
             why=f"its weights are not those of {saved.path}, which the adapters were trained over",

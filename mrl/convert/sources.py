@@ -31,7 +31,7 @@ from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
 from mrl.weights.companions import check_companions, companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
-from mrl.weights.families import FAMILIES, family_for
+from mrl.weights.families import family_for, family_of
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
@@ -350,7 +350,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     hf_config = read_hf_config(companions)  # first: what is wrong with config.json is then one line
     state = {} if imported else _state(folder, saved, role)
     notes = _check_tokenizer(state, companions, given=model is not None)
-    if not mcore and hf_config["model_type"] not in FAMILIES:
+    if not mcore and family_of(hf_config["model_type"]) is None:
         raise CheckpointError(
             folder,
             why=f"is of backend fsdp and a {hf_config['model_type']!r} model, for whose names there mrl has no table",

@@ -276,7 +276,8 @@ def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFCo
     saved: from `architecture`, perhaps by an older mrl, which saved fewer fields.
     """
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
-    differ = differing_fields(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
+    own = {**hf_config, **architecture(family, hf_config)}  # the FSDP engine saves all fields of a composite
+    differ = differing_fields(fields, own, "in the checkpoint", "in config.json")
     if differ:
         raise CheckpointError(
             where, why=f"is another model: {'; '.join(differ)}", fix="give the model that was trained"

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -120,18 +121,31 @@ def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
     )
 
 
-@pytest.mark.parametrize("backend", slow_but(["fsdp"], ["fsdp", "megatron"]))
-def test_a_folder_of_text_and_more_trains_and_can_be_checked(inputs, tmp_path, backend):
+@pytest.mark.parametrize(
+    ("kind", "backend", "lora"),
+    slow_but(
+        [("qwen3_5_moe", "fsdp", None)],
+        [
+            ("qwen3_5_moe", "fsdp", None), ("qwen3_5", "fsdp", {"rank": 2, "export": "merged"}),
+            ("qwen3_5", "megatron", None),
+        ],
+    ),
+)  # fmt: skip
+def test_a_folder_of_text_and_more_trains_and_its_checkpoint_is_the_export(inputs, tmp_path, kind, backend, lora):
     """Its config.json is read from the file by each of them, and its text part is made of it once."""
-    model, file = tmp_path / "model", tmp_path / "run.yaml"
+    model, run, file = tmp_path / "model", tmp_path / "run", tmp_path / "run.yaml"
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    make(model, "qwen3_5", vocab_size=len(tokenizer))
+    make(model, kind, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(model)
     config = tiny_runs.make_config(
-        inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend}, train={"steps": 1},
+        inputs, run, model={"path": str(model), "lora": lora}, engine={"backend": backend}, train={"steps": 1},
         optimizer={"warmup_steps": 0},
     )  # fmt: skip
     assert train(config) == ("done", "")
-    assert tensors_of(tmp_path / "run" / "hf").keys() == tensors_of(model).keys()
+    mrl("convert", "export", run / "checkpoints", tmp_path / "again")
+    trained, again = tensors_of(run / "hf"), tensors_of(tmp_path / "again")
+    assert trained.keys() == again.keys() == tensors_of(model).keys()
+    assert [name for name in trained if not torch.equal(trained[name], again[name])] == []
+    assert mrl("generate", run / "checkpoints", "--prompt", "x", "--max-new-tokens", "2").out
     file.write_text(yaml.safe_dump(config))
     assert "the same: 1 row" in mrl("check", file, "--layouts", "dp1").out

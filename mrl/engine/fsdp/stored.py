@@ -10,11 +10,14 @@ from torch import Tensor
 from mrl.engine.fsdp.names import STATE, FileTensor, file_tensors
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.composites import CarriedReader
 from mrl.weights.mcore_weights import check_architecture
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
+from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
 from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
+from mrl.weights.stacks import unstacking_read
 from mrl.weights.table import Family, HFConfig
 
 PREFIX = "model."
@@ -24,7 +27,8 @@ class FSDPReader:
     """Reads the fp32 weights of the checkpoint folder `path` as a `WeightReader` in `dtype`.
 
     Every tensor is accounted for, in both directions; CheckpointError lists the differences. companions: the folder of
-    `hf_config`. head: "lm" or "value", by its output layer.
+    `hf_config`, whose carried tensors are read as they are there. head: "lm" or "value", by its output layer. It takes
+    the tables' names, too.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class FSDPReader:
         about = load_pt(Path(path) / STATE)
         if "architecture" in about:  # an older mrl saved none
             check_architecture(about["architecture"], family, hf_config, companions)
-        self.path = Path(path)
+        self.path, self._family = Path(path), family
         self._stored = TorchDistReader(path)
         self._buffers = buffer_names(family, hf_config)  # fp32 in every export
         output = self._stored.tensors.get(PREFIX + "lm_head.weight")
@@ -59,9 +63,15 @@ class FSDPReader:
                 why=f"tensors do not fit the model's config.json: {', '.join(parts)}",
                 fix="give the config.json of the model that was trained",
             )
-        self.tensors = {name: infos[name] for name in expected}
+        self._carried = CarriedReader(companions, family)
+        self.tensors = {name: infos[name] for name in expected} | dict(self._carried.tensors)
 
-    def __call__(self, name: str) -> LazySlice:
+    def __call__(self, name: str) -> Slice:
+        return self._slice(name) if name in self.tensors else unstacking_read(self._slice, self._family)(name)
+
+    def _slice(self, name: str) -> Slice:
+        if name not in self._where:
+            return self._carried(name)
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
 
     def _read(self, name: str, region: Region) -> Tensor:
@@ -76,6 +86,7 @@ class FSDPReader:
 
     def close(self) -> None:
         self._stored.close()
+        self._carried.close()
 
 
 def _shape(part: FileTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
