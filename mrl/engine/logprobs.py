@@ -177,7 +177,7 @@ def _chunk_tokens(columns: int, hidden: Tensor) -> int:
     """Returns how many tokens have fp32 logits of 16 MB on a CPU (about its caches) and 256 MB on a GPU (to keep it
     busy), or logits of 512 MB for the kernels: the torch code has three such tensors at once."""
     elements = 2**22 if hidden.device.type == "cpu" else 2**26
-    elements = 2**29 // hidden.element_size() if hidden.is_cuda and operators.supports(hidden) else elements
+    elements = 2**29 // hidden.element_size() if not hidden.is_cpu and operators.supports(hidden) else elements
     return max(1, elements // max(columns, 1))
 
 
@@ -366,7 +366,7 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to `total` in place, whatever the dtype of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.is_cuda:
+    elif not left.is_cpu:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

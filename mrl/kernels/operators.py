@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.kernels import compiler
 
 LIBRARY = torch.library.Library("mrl", "FRAGMENT")
-_interpreted = False
+_as_cuda: str | None = None  # a type of devices whose tensors kernels take as they do those of CUDA
 
 
 MISSING = compiler.c_compiler()[1] if importlib.util.find_spec("triton") is not None else "no package triton"
@@ -39,8 +39,8 @@ def notes() -> list[str]:
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Returns whether this package computes `x`: on CUDA if Triton can compile, or in a test inside `interpreted`."""
-    return x.is_cuda and CAN_COMPILE or _interpreted and x.is_cpu
+    """Returns whether this package computes `x`: on CUDA if Triton can compile, or inside the contexts below."""
+    return x.is_cuda and CAN_COMPILE or _as_cuda is not None and x.device.type == _as_cuda
 
 
 def supports(x: Tensor) -> bool:
@@ -48,19 +48,28 @@ def supports(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and uses_triton(x)
 
 
-@contextlib.contextmanager
-def interpreted(on: bool = True) -> Iterator[None]:
+def interpreted(on: bool = True) -> contextlib.AbstractContextManager[None]:
     """Runs the kernels on CPU tensors by Triton's interpreter, inside the context; torch's code if not `on`. For tests.
 
     TRITON_INTERPRET=1 must be set before anything imports triton, whose own functions become kernels there.
     """
-    global _interpreted
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
-    before, _interpreted = _interpreted, on
+    return _taken_as_cuda("cpu" if on else None)
+
+
+def planned(on: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Takes tensors without memory as a GPU's, inside the context: operators make their outputs and launch nothing."""
+    return _taken_as_cuda("meta" if on else None)
+
+
+@contextlib.contextmanager
+def _taken_as_cuda(device_type: str | None) -> Iterator[None]:
+    global _as_cuda
+    before, _as_cuda = _as_cuda, device_type
     try:
         yield
     finally:
-        _interpreted = before
+        _as_cuda = before
 
 
 def define(schema: str, functions: Mapping[str, Callable[..., Any]], outputs: Callable[..., Any]) -> Any:

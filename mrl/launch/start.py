@@ -184,11 +184,14 @@ def _gpus() -> list[GPU]:
     """Returns the GPUs that this process sees."""
     import torch
 
+    from mrl.kernels.operators import CAN_COMPILE
     from mrl.plan.gpus import gpu_here
     from mrl.trainers.throughput import peak_of
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [gpu_here(one.name, one.total_memory, peak_of(one.name), (one.major, one.minor)) for one in gpus]
+    return [
+        gpu_here(one.name, one.total_memory, peak_of(one.name), (one.major, one.minor), CAN_COMPILE) for one in gpus
+    ]
 
 
 def join(joined: JoinedWorld) -> None:

@@ -21,22 +21,23 @@ def replace(swiglu: Callable[..., Any], weighted_swiglu: Callable[..., Any]) -> 
         patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
 
 
-def use_kernels() -> None:
-    """Replaces megatron's SwiGLU by one kernel if no option is set. torch.compile makes its kernels again in each run.
+def use_kernels(plain: Callable[..., Any], weighted: Callable[..., Any]) -> None:
+    """Replaces megatron's SwiGLU by one kernel, or by the given functions if it does not fit: on a CPU, or with an
+    option set.
 
-    Those round once, at the end. Hugging Face rounds silu as well, and so does the kernel.
+    megatron's own are compiled by torch, again in each run, and round once, at the end. Hugging Face rounds silu as
+    well, and so does the kernel.
     """
-    theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
 
     def fits(x: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> bool:
         return bias is None and not any(options) and operators.supports(x)
 
     def swiglu(x: Tensor, bias: Tensor | None = None, *options: Any) -> Tensor:
-        return layers.swiglu(x) if fits(x, bias, options) else theirs.bias_swiglu_impl(x, bias, *options)
+        return layers.swiglu(x) if fits(x, bias, options) else plain(x, bias, *options)
 
     def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *options: Any) -> Tensor:
         if fits(x, bias, options):
             return layers.swiglu(x, weights=weights)
-        return theirs.weighted_bias_swiglu_impl(x, bias, weights, *options)
+        return weighted(x, bias, weights, *options)
 
     replace(swiglu, weighted_swiglu)

@@ -63,7 +63,8 @@ def prepare() -> None:
     _turn_packed_tokens_as_others()
     dispatch.install()
     if has_gpu():
-        activations.use_kernels()
+        theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+        activations.use_kernels(theirs.bias_swiglu_impl, theirs.weighted_bias_swiglu_impl)
     else:
         _mend_megatron()
     _prepared = True
@@ -307,7 +308,7 @@ def _mend_megatron() -> None:
 
 def _use_cpu_functions() -> None:
     """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
-    activations.replace(elementwise.swiglu, elementwise.weighted_swiglu)
+    activations.use_kernels(elementwise.swiglu, elementwise.weighted_swiglu)
     rope: Any = importlib.import_module(_ROPE)
     apply = rope._apply_rotary_pos_emb_bshd
 

@@ -21,6 +21,7 @@ class GPU:
     network: float  # bytes/s to GPUs of other nodes
     per_node: int  # GPUs that NVLink joins
     capability: tuple[int, int] | None = None  # compute capability; None of one that only figures are known of
+    kernels: bool = True  # whether mrl's own can be compiled (mrl.kernels)
 
 
 MIB = 2**20
@@ -41,11 +42,12 @@ that of NVIDIA's own nodes: 200, 400 and 800 Gbit/s a GPU."""
 DEFAULT = "h100-80gb"
 
 
-def gpu_here(name: str, memory: int, flops: float | None, capability: tuple[int, int]) -> GPU:
+def gpu_here(name: str, memory: int, flops: float | None, capability: tuple[int, int], kernels: bool) -> GPU:
     """Returns the GPU of this machine, with what torch says of it and otherwise the figures of the nearest that is
     known."""
     known = next((gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in name.lower()), GPUS[DEFAULT])
-    return dataclasses.replace(known, name=name, memory=memory, flops=flops or known.flops, capability=capability)
+    flops = flops or known.flops
+    return dataclasses.replace(known, name=name, memory=memory, flops=flops, capability=capability, kernels=kernels)
 
 
 _GIVEN = {  # what may follow --gpu -> field, in what unit

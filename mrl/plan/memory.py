@@ -98,15 +98,17 @@ def plan_role(
             lengths = micro_batches(config, dims, sequences, longest).lengths
             trained = _stages(
                 config, dims, lengths, spec, known, entropy=phases.entropy if config.head == "lm" else "none",
-                ids=_ids(phase, config),
+                ids=_ids(phase, config), kernels=gpu.kernels,
             )  # fmt: skip
         elif phase.kind == "forward":
             lengths = micro_batches(config, dims, sequences, longest).lengths
             if not only_forward or phase.distill is not None:  # the pass that takes more
                 frozen = dataclasses.replace(config, optimizer=None)
-                only_forward = _stages(frozen, dims, lengths, spec, known, ids=_ids(phase, config))
+                ids = _ids(phase, config)
+                only_forward = _stages(frozen, dims, lengths, spec, known, ids=ids, kernels=gpu.kernels)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
             layers = dataclasses.replace(config, optimizer=None, head="value", engine=without_userbuffers(config))
+            # without kernels: the decoder's experts keep more than those of training with them
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
@@ -152,6 +154,7 @@ def _stages(
     *,
     entropy: str = "none",
     ids: DistillIds | None = None,
+    kernels: bool = False,
 ) -> tuple[RankFigures, ...]:
     """Returns one rank of each stage. Stages with the same layers are run once.
 
@@ -164,7 +167,7 @@ def _stages(
         rank = stage * (dims.world_size // dims.pp)
         if kind.same not in made:
             made[kind.same] = meta.measure(
-                config, dims, rank, lengths, spec=spec, entropy=entropy, known=known, ids=ids
+                config, dims, rank, lengths, spec=spec, entropy=entropy, known=known, ids=ids, kernels=kernels
             )
         stages.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
     return tuple(stages)

@@ -19,8 +19,8 @@ from tests.cuda import models, update
 from tests.cuda.cases import Case
 
 
-def held(case: Case) -> list[dict[str, int]]:
-    """Bytes of parameters, gradients, optimizer and activations on every rank: a list by rank."""
+def held(case: Case, *, kernels: bool = False) -> list[dict[str, int]]:
+    """Bytes of parameters, gradients, optimizer and activations on every rank: a list by rank. kernels: of mrl's."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     if case.lora:
         models.write_zeros(folder)
@@ -28,7 +28,8 @@ def held(case: Case) -> list[dict[str, int]]:
     dims = parallel_dims(config.engine.parallel, case.world)
     ids = DistillIds(case.ids, DistillLoss(kind="forward_kl"), TEACHER, first_temperature=1.0) if case.ids else None
     ranks = range(0, case.world, case.world // case.pp)
-    stages = [meta.measure(config, dims, rank, case.lengths, ids=ids) for rank in ranks]
+    spec = "te" if case.spec == "te" else "local"
+    stages = [meta.measure(config, dims, rank, case.lengths, ids=ids, spec=spec, kernels=kernels) for rank in ranks]
     found = []
     for rank in range(case.world):
         at = dims.coordinates(rank)
@@ -42,10 +43,10 @@ def held(case: Case) -> list[dict[str, int]]:
     return found
 
 
-def flops(case: Case) -> list[tuple[float, float]]:
+def flops(case: Case, *, kernels: bool = False) -> list[tuple[float, float]]:
     """FLOPs of a micro-batch's forward and backward passes in each chunk of the first rank."""
     config = update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))
-    stage = meta.measure(config, parallel_dims(config.engine.parallel, case.world), 0, case.lengths)
+    stage = meta.measure(config, parallel_dims(config.engine.parallel, case.world), 0, case.lengths, kernels=kernels)
     return [(chunk.forward_flops, chunk.backward_flops) for chunk in stage.chunks]
 
 

@@ -37,6 +37,7 @@ from mrl.engine.megatron.meta_run import (
     keep_mode_in_backward,
     norms_of,
 )
+from mrl.kernels import operators
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, takes_te, unmeasured, wanted_spec
 from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal
@@ -190,12 +191,13 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
 def measure(
     config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *, spec: Spec = "local",
     entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None, ids: DistillIds | None = None,
+    kernels: bool = False,
 ) -> RankFigures:  # fmt: skip
     """Returns the figures of `rank`, with those of a micro-batch of sequences of these lengths if there are any.
 
     config: as an engine gets it. Only config.json is read. spec: the layers that keep activations. transformer-engine's
     are the local ones with its norms. These keep their input and a number a row. known: figures of chunks, not to be
-    measured again; those of this rank are added. ids: of distillation.
+    measured again; those of this rank are added. ids: of distillation. kernels: whether mrl's own run (mrl.kernels).
     """
     from mrl.engine.megatron import optim, weights
     from mrl.engine.megatron.model import Model
@@ -205,7 +207,7 @@ def measure(
         k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.TRANSFORMER_ENGINE_FIELDS
     }
     engine = dataclasses.replace(config.engine, layer_spec="local", megatron=megatron_options)
-    with as_rank(rank, dims), norms_of(spec):
+    with as_rank(rank, dims), norms_of(spec), operators.planned(kernels):
         model = Model(dataclasses.replace(config, engine=engine), dims)
         model.transformer.perform_initialization = False
         with model.state.installed():
@@ -216,6 +218,7 @@ def measure(
                 detaches_mtp=model.detaches_mtp,
             )  # fmt: skip
             apply_keys(chunks, model, config)
+            model.transformer.layer_spec = spec  # te's attention turns heads itself (layers.Rotary)
             trained = config.optimizer is not None
             if not trained:
                 for chunk in chunks:
@@ -226,7 +229,7 @@ def measure(
             if lengths:
                 run = _MeasuredRun(config, model, lengths, entropy, ids)
                 known = {} if known is None else known
-                keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy, ids))
+                keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, kernels, entropy, ids))
                 for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
                     if key not in known:
                         known[key] = run.measure(chunk, of, plan)

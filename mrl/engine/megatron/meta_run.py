@@ -63,7 +63,8 @@ class CostCounter(PeakBytes):
         elif packet.__name__ == "_grouped_mm":  # of rows of experts [T, I], or of such rows' gradients [O, T]
             self.flops += 2.0 * args[0].numel() * args[1].shape[-1]
         elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            given = [one for one in args if not isinstance(one, torch.dtype)]  # a product's, of a sum in another one
+            self.flops += flop_registry[packet](*given, **(kwargs or {}), out_val=out)
         return out
 
     def _note_collective(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
