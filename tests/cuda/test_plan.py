@@ -12,8 +12,8 @@ import pytest
 from tests.cuda.cases import DELTA, DENSE, LATENT, LENGTHS, MOE, Case
 from tests.cuda.test_engine import NARROW
 from tests.plan.conftest import planner  # noqa: F401
-from tests.plan.test_memory import FEW, SMALL
-from tests.plan.test_memory import LATENT as NARROW_LATENT
+from tests.plan.test_truth import FEW, SMALL
+from tests.plan.test_truth import LATENT as NARROW_LATENT
 from tests.tiers import in_tiers
 
 CASES = [
