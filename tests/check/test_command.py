@@ -49,6 +49,7 @@ OTHERS = [
 @pytest.mark.nightly
 @pytest.mark.parametrize("line", [*EXAMPLES, *OTHERS])
 def test_every_example_of_the_help_runs(place, monkeypatch, line):
+    before = set(place.iterdir())
     done = mrl(place, line, monkeypatch)
     assert done.exit_code == 0, done.output
     if "--json" in line:
@@ -60,19 +61,7 @@ def test_every_example_of_the_help_runs(place, monkeypatch, line):
         assert "\nthe same: " in done.stdout and "DIFFERENT" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
     (place / "check.json").unlink(missing_ok=True)  # of --save
-    assert sorted(path.name for path in place.iterdir()) == [
-        "dpo.yaml",
-        "eval.jsonl",
-        "grpo.yaml",
-        "kto.yaml",
-        "lora.yaml",
-        "model",
-        "pairs.jsonl",
-        "ppo.yaml",
-        "rm.yaml",
-        "sft.yaml",
-        "train.jsonl",
-    ]
+    assert set(place.iterdir()) == before, "nothing is left behind"
 
 
 def test_a_reference_is_not_checked(place, monkeypatch):
@@ -97,22 +86,18 @@ def test_actor_and_critic(place, monkeypatch):
     ("line", "says"),
     [
         ("mrl check sft.yaml --layouts tp3", "the model's 4 attention heads"),
-        ("mrl check sft.yaml --layouts tpp", "--layouts: value 'tpp' is no layout"),
         ("mrl check sft.yaml --layouts tp2xpp2 --nproc 2", "--layouts: tp2+spxpp2 needs 4 processes, and 2 run here"),
         (
             "mrl check sft.yaml --layouts dp8",
             "train.global_batch_size: value 4 has too few sequences for the 8 replicas",
         ),
         ("mrl check sft.yaml --layouts ep2", "splits experts, and the model (qwen3) has none"),
-        ("mrl check sft.yaml --cut depth=2", "--cut: value 'depth=2' is no cut"),
         ("mrl check sft.yaml engine.backend=fsdp --layouts tp2", "engine.parallel.tp: value 2 is not supported"),
         ("mrl check ppo.yaml --layouts tp2", "critic.engine.parallel.tp: value 2 is not supported by backend fsdp"),
-        ("mrl check gone.yaml", "gone.yaml: the config file does not exist"),
         (
             "mrl check sft.yaml engine.moe.aux_loss=0.01",
             "engine.moe.aux_loss: value 0.01 is a router loss, which transf",
         ),
-        ("mrl check sft.yaml trian.steps=2", "trian.steps: value 2 is given to an unknown key"),
     ],
 )
 def test_mistakes_are_one_line(place, monkeypatch, line, says):

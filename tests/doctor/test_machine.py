@@ -94,14 +94,10 @@ def test_this_machine_s_network():
 @pytest.mark.parametrize(
     "wanted, fits",
     [
-        ("eth", ["eth0", "eth1"]),
-        ("=eth0,ib0:1", ["eth0", "ib0"]),
-        ("^docker,lo", ["eth0", "eth1", "ib0"]),
-        ("^=eth0", ["eth1", "ib0", "docker0", "lo"]),
-        ("enp", []),
-        ("", []),
+        ("eth", ["eth0", "eth1"]), ("=eth0,ib0:1", ["eth0", "ib0"]), ("^docker,lo", ["eth0", "eth1", "ib0"]),
+        ("^=eth0", ["eth1", "ib0", "docker0", "lo"]), ("enp", []), ("", []),
     ],
-)
+)  # fmt: skip
 def test_names_of_interfaces_are_nccl_s(wanted, fits):
     """https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname"""
     assert network.matching(wanted, ["eth0", "eth1", "ib0", "docker0", "lo"]) == fits

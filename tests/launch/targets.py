@@ -58,10 +58,6 @@ def user_error_on_rank_1(config, command_line: str) -> None:
     _forever(config)
 
 
-def user_error_everywhere(config, command_line: str) -> None:
-    raise DataError("rows.jsonl:3: is not an object; give one JSON object a line")
-
-
 def fault_on_rank_1(config, command_line: str) -> None:
     """Rank 1 fails in the middle of a collective; the others see its connection close."""
     import torch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from click.testing import CliRunner
 
 from mrl import cli
+from mrl.config.command import Part
+from mrl.config.schema import EngineConfig, ModelConfig
+from mrl.launch import preflight
 from tests.bad_input.mistakes import Workspace
 
 
@@ -31,16 +31,8 @@ def test_roles_share_the_kernel_of_attention(workspace):
     assert refused.exit_code == 2 and (
         'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
     ), refused.output
-
-
-@pytest.mark.slow
-def test_roles_with_one_kernel_of_attention_go_together(workspace):
-    """In a process of its own: where a test has trained, torch.cuda is megatron-core's stand-in, and `device: auto` asks it."""
-    fused = ["actor.engine={device: auto, attention: fused}", "actor.model.dtype=bfloat16"]
-    alike = "reference.engine={device: auto, attention: fused}"
-    command = [sys.executable, "-m", "mrl", "ppo", "ppo.yaml", *fused, alike, "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    fused = EngineConfig(attention="fused")
+    preflight._check_attention([Part(role, ModelConfig(path="m"), fused) for role in ("actor", "reference")])
 
 
 def test_roles_share_the_buffers_of_tensor_parallel_communication(workspace):
