@@ -64,12 +64,6 @@ def test_every_example_of_the_help_runs(place, monkeypatch, line):
     assert set(place.iterdir()) == before, "nothing is left behind"
 
 
-def test_a_reference_is_not_checked(place, monkeypatch):
-    """GRPO has one by default."""
-    done = mrl(place, "mrl check grpo.yaml --layouts dp1", monkeypatch)
-    assert done.exit_code == 0 and "the same: 1 row" in done.stdout, done
-
-
 @pytest.mark.nightly
 def test_actor_and_critic(place, monkeypatch):
     """A role each, on its own engine; what differs is an exit code and a name."""
@@ -118,14 +112,17 @@ def test_a_command_brings_what_is_checked(place, monkeypatch):
 
 @pytest.mark.slow
 def test_save_writes_what_somebody_elsewhere_needs(place, monkeypatch, tmp_path):
-    """The rows of --json, with machine, versions and words, in a file that names neither the host nor the folder."""
+    """The rows of --json, with machine, versions and words, in a file that names neither the host nor the folder.
+
+    GRPO has a reference by default, which is not checked."""
     file = tmp_path / "check.json"
-    done = mrl(place, f"mrl check {place}/sft.yaml seed=3 --layouts dp1,tp2 --save {file} --json", monkeypatch)
+    done = mrl(place, f"mrl check {place}/grpo.yaml seed=3 --layouts dp1,tp2 --save {file} --json", monkeypatch)
     assert done.exit_code == 0, done.output
     saved = json.loads(file.read_text())
     assert saved["check"] == json.loads(done.stdout)
-    assert [(row["layout"], row["verdict"]) for row in saved["check"]["rows"]] == [("dp1", "same"), ("tp2+sp", "same")]
-    assert saved["asked"]["overrides"] == ["seed=3"] and saved["asked"]["config"] == "sft.yaml"
+    rows = [(row["role"], row["layout"], row["verdict"]) for row in saved["check"]["rows"]]
+    assert rows == [("actor", "dp1", "same"), ("actor", "tp2+sp", "same")]
+    assert saved["asked"]["overrides"] == ["seed=3"] and saved["asked"]["config"] == "grpo.yaml"
     assert saved["versions"] == versions()
     titles = [section["title"] for section in saved["machine"]["sections"]]
     assert "GPUs" in titles and "host" not in saved["machine"] and socket.gethostname() not in saved["machine"].values()

@@ -196,24 +196,6 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.nightly
-def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
-    """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
-    os.symlink(tiny_runs.REPO / "examples", tmp_path / "examples")
-    short = ["train.steps=10", "train.eval_every=5", "optimizer.warmup_steps=2", "checkpoint.every=5"]
-    done = subprocess.run(
-        [sys.executable, "examples/arithmetic/quickstart.py", "--sft-only", *short], cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, env=os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"exact match: 0\.\d% before, \d\.\d% \(\+- \d\.\d%\) of 1,000 problems after", done.stdout)
-    assert "What to try next:" in done.stdout
-    assert "step 10/10" in done.stdout and "runs/arithmetic/hf" in done.stdout
-    rows = read(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(11))
-    assert rows[10]["eval/loss"] < rows[5]["eval/loss"] < 3.0
-
-
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"}
 
 

@@ -5,7 +5,6 @@ The numbers themselves are those of tests/plan/test_automatic.py.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -21,9 +20,9 @@ from mrl.commands.ppo import PPO
 from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.launch import automatic, gpu_variables, planning, start
-from mrl.plan.gpus import GPU, GPUS
 from tests.config.test_load import merged
 from tests.forks import forks
+from tests.launch import gpu_queries
 from tests.resume.kills import are_gone
 from tests.tiers import slow_but
 from tests.trainers import tiny_runs
@@ -160,25 +159,12 @@ def test_ranks_do_not_wait_for_a_first_one_that_fails(sft, tmp_path):
     assert "rank 0 could not choose what is auto: MRL_PLAN_GPU" in said[1]
 
 
-def fail() -> list[GPU]:
-    raise RuntimeError("driver\nlost")
-
-
-def die() -> list[GPU]:
-    os._exit(1)
-
-
-def hang() -> list[GPU]:
-    time.sleep(600)
-    return []
-
-
 @pytest.mark.parametrize(
     ("query", "limit", "why"),
     [
-        (fail, 180, "RuntimeError: driver"),
-        (die, 180, "the process that planned ended early"),
-        (hang, 1, "planning took more than 1 s"),
+        (gpu_queries.fail, 180, "RuntimeError: driver"),
+        (gpu_queries.die, 180, "the process that planned ended early"),
+        (gpu_queries.hang, 1, "planning took more than 1 s"),
     ],
 )
 def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, why):
@@ -190,14 +176,9 @@ def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, wh
     assert time.monotonic() - start_s < 180, "the child is still waited for"
 
 
-def note_and_hang(folder: str) -> None:
-    pathlib.Path(folder, "pid").write_text(str(os.getpid()))
-    time.sleep(600)
-
-
 def test_a_process_that_plans_ends_with_its_parent(tmp_path):
     parent = multiprocessing.get_context("spawn").Process(
-        target=planning._in_own_process, args=(note_and_hang, str(tmp_path))
+        target=planning._in_own_process, args=(gpu_queries.note_and_hang, str(tmp_path))
     )
     parent.start()
     noted = tmp_path / "pid"
@@ -219,16 +200,20 @@ def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, t
     assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
 
 
-def some_gpus() -> list[GPU]:
-    """GPUs of a machine: the smaller one has room for some sequences if two ranks share it."""
-    return [dataclasses.replace(GPUS["h200"], memory=memory) for memory in (2 * 4_773_000_000, 2**40)]
-
-
 def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch):
+    planned, in_own_process = [], planning._in_own_process
+
+    def record(function, *given, **options):
+        if function is not planning._plan_numbers:
+            return in_own_process(function, *given, **options)
+        planned.append(given[-1].memory)
+        return config, []
+
+    monkeypatch.setattr(planning, "_in_own_process", record)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = load_config(sft, ["engine.device=auto"], SFT.root)
-    made, lines = planning.resolve_auto(SFT(), config, 2, some_gpus)
-    assert made.engine.micro_batch.tokens == 64 and "auto is chosen for 1/2 of a GPU" in lines[-1]
+    _, [line] = planning.resolve_auto(SFT(), config, 2, gpu_queries.some_gpus)
+    assert planned == [4_773_000_000] and "auto is chosen for 1/2 of a GPU" in line
 
 
 def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 
 from mrl import cli
 from mrl.config.load import from_dict
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, DataError
 from mrl.launch import local
 from mrl.trainers.signals import APART_S
 from tests.config.test_load import BASE
@@ -57,9 +57,17 @@ def wait_for_pids(output_dir: pathlib.Path) -> list[int]:
     raise TimeoutError("the ranks did not start")
 
 
-def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
-    code, out, err = run("environment", tmp_path)
-    assert (code, out, err) == (0, "printed by rank 0\n", "")
+def launch(target: str, output_dir: pathlib.Path) -> None:
+    """In this process, as `mrl` does."""
+    config = from_dict(BASE | {"output_dir": str(output_dir)})
+    local.launch(f"tests.launch.targets:{target}", config, "mrl sft c.yaml", 2, log_dir=local.logs_of(config))
+
+
+def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path, monkeypatch, capfd):
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GLOO_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    launch("environment", tmp_path)
+    assert capfd.readouterr() == ("printed by rank 0\n", "")
     places = [text.split() for text in notes(tmp_path, "env")]
     assert [p[:3] for p in places] == [["0", "2", "0"], ["1", "2", "1"]]
     assert places[0][3:] == places[1][3:], "ranks must agree on where they meet"
@@ -69,10 +77,11 @@ def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
     assert ["a library warns rank" in log for log in logs] == [True, True]
 
 
-def test_a_user_error_is_one_line_and_exit_code_2(tmp_path):
-    code, out, err = run("user_error_on_rank_1", tmp_path)
-    assert (code, out) == (2, "")
-    assert err == "mrl: rows.jsonl:3: is not an object; give one JSON object a line\n"
+def test_a_user_error_is_that_of_one_rank_and_ends_all(tmp_path, capfd):
+    with pytest.raises(DataError) as caught:
+        launch("user_error_on_rank_1", tmp_path)
+    assert str(caught.value) == "rows.jsonl:3: is not an object; give one JSON object a line"
+    assert capfd.readouterr() == ("", "")
     assert {path.name for path in tmp_path.iterdir()} <= {"logs", "notes"}
     assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
 

@@ -27,12 +27,13 @@ from click.testing import CliRunner
 from mrl import cli
 for line in json.loads(sys.argv[1]):
     done = CliRunner().invoke(cli.main, line)
-    print(json.dumps([done.exit_code, done.stdout, done.stderr, "torch" in sys.modules]))
+    loaded = [name for name in ("torch", "megatron", "wandb") if name in sys.modules]
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, loaded]))
 """
 
 
-def run_all(*lines: list[str]) -> list[tuple[int, str, str, bool]]:
-    """Exit code, stdout, stderr and whether torch is loaded, of commands in one process."""
+def run_all(*lines: list[str]) -> list[tuple[int, str, str, list[str]]]:
+    """Exit code, stdout, stderr and which of three packages are loaded, of commands in one process."""
     ran = subprocess.run([sys.executable, "-c", RUN_ALL, json.dumps(lines)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
@@ -79,12 +80,13 @@ def test_what_is_saved_is_looked_at_before_torch_is_loaded_and_a_dry_run_says_wh
         "holds a config.yaml that mrl did not write", "would overwrite the run in", "holds no whole checkpoint",
         "is not the newest checkpoint of the run",
     ]  # fmt: skip
-    for (code, _, error, has_torch), part in zip(refused, says, strict=True):
-        assert (code, has_torch) == (2, False) and part in error, error
-    code, said, _, has_torch = complete
-    assert (code, has_torch) == (0, False)
+    for (code, _, error, loaded), part in zip(refused, says, strict=True):
+        assert (code, loaded) == (2, []) and part in error, error
+    code, said, _, loaded = complete
+    assert (code, loaded) == (0, [])
     assert f"the run in {runs / 'whole'} is complete: 5 of 5 steps are made; raise train.steps" in said
     assert half[0] == whole[0] == rendered[0] == 0, (half, whole, rendered)
+    assert half[2:] == ("", ["torch"]), "no megatron"
     assert "after step 3" in half[1] and "is complete: 5 of 5 steps are made" in whole[1]
     assert "# engine.device: cuda (as configured; torch sees no GPU, and a run needs one)" in half[1]
     assert "# engine.layer_spec: te (as configured; torch sees no GPU" in whole[1]
