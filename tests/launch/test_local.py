@@ -15,7 +15,7 @@ import pytest
 
 from mrl import cli
 from mrl.config.load import from_dict
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, UserError
 from mrl.launch import local
 from mrl.trainers.signals import APART_S
 from tests.config.test_load import BASE
@@ -78,7 +78,7 @@ def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path, monkeypatch,
 
 
 def test_a_user_error_is_that_of_one_rank_and_ends_all(tmp_path, capfd):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         launch("user_error_on_rank_1", tmp_path)
     assert str(caught.value) == "rows.jsonl:3: is not an object; give one JSON object a line"
     assert capfd.readouterr() == ("", "")

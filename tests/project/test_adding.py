@@ -69,9 +69,9 @@ CONFIG = {
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    """A copy of what is imported, without anything that a run leaves."""
+    """A copy of what is imported, with its bytecode."""
     for name in ("mrl", "tests", "examples"):
-        shutil.copytree(tiny_runs.REPO / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(tiny_runs.REPO / name, tmp_path / "tree" / name)
     return tmp_path / "tree"
 
 
