@@ -1,4 +1,4 @@
-"""The order of tests: what takes longest comes first, so that no process ends minutes after the other. And none
+"""The order of tests: those of a real Slurm wait for most of their time, and come first, so that others fill it. And none
 fails for being slow: hypothesis would end an example after 200 ms, which a machine with other work on it may take. Worlds of
 test processes end with the session.
 
@@ -24,10 +24,6 @@ TOGETHER = (
     ("tests/bad_input/", "tests/serve/", "tests/commands/test_adding.py"),  # tests/forks.py
 )
 """Files, by how their names begin, that one process runs together: they share what takes ten seconds or more to start."""
-
-
-FIRST = ("tests/slurm/", "tests/trainers/rl/test_launched.py", "tests/examples/test_examples.py")
-"""Files of the slow tier that take minutes. Tests of a real Slurm wait for most of theirs, and others fill it."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
     if unchanged and left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: next((i for i, of in enumerate(FIRST) if item.nodeid.startswith(of)), len(FIRST)))
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
 
 
 def pytest_sessionfinish():
