@@ -59,13 +59,18 @@ def unit_of(module: str) -> str:
 
 
 @functools.cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports(path: pathlib.Path) -> frozenset[tuple[str, int]]:
     """(module, line) that a file imports, wherever it does: also in functions and for type checkers alone.
 
     `from mrl.x import y` is `mrl.x.y` where that is a module.
     """
     found: set[tuple[str, int]] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {(alias.name, node.lineno) for alias in node.names}
         if not isinstance(node, ast.ImportFrom):
@@ -176,7 +181,7 @@ def test_functions_are_short():
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
@@ -187,7 +192,7 @@ def test_a_docstring_stands_where_python_takes_it():
     """First in its module, class or function, or behind the field or constant that it is about."""
     lost = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             body = getattr(node, "body", None)
             for before, after in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
                 text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)

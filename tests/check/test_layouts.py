@@ -1,11 +1,15 @@
-"""Layouts in words, and what a config's own layout comes down to."""
+"""Layouts in words, what a config's own layout comes down to, and the engine of a layout."""
 
 from __future__ import annotations
 
 import pytest
 
+from mrl.algorithms.sft import sft_loss
 from mrl.check import layouts
-from mrl.config.schema import ParallelConfig
+from mrl.check.reference import Loss
+from mrl.check.subject import Subject
+from mrl.config.command import Part
+from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
 from mrl.errors import UserError
 
 
@@ -62,3 +66,14 @@ def test_auto_takes_what_fits():
     assert of_config(most=1, tp=8) == ["dp1"]
     # nine heads: a degree of six comes down to three
     assert of_config(tp=6, fits=lambda layout: 9 % layout.parallel.tp == 0) == ["dp1", "tp3+sp", "dp2", "tp3+spxdp2"]
+
+
+def test_engines_of_a_layout_communicate_without_userbuffers():
+    """Those take neither fp32 nor the micro-batches of a check."""
+    further = {"tp_comm_overlap": True, "tp_comm_bulk_dgrad": False, "bucket_size": 5}
+    engine = EngineConfig(megatron=further, micro_batch=MicroBatchConfig(tokens=64))
+    config = RoleConfig(model=ModelConfig(path="model"), engine=engine, optimizer=OptimizerConfig(lr=1e-3))
+    subject = Subject(Part("", config.model, engine), config, sft_loss, "tokens", Loss())
+    [layout] = layouts.named("tp2", ParallelConfig())
+    made = subject.on(layout, path="cut", init="weights", dtype="float32", micro_batch=MicroBatchConfig(size=2))
+    assert made.engine.megatron == {"bucket_size": 5}

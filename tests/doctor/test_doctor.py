@@ -48,9 +48,9 @@ def findings(text):
     return found
 
 
-def test_where_everything_is_broken(tmp_path):
+def test_where_much_is_broken(tmp_path):
     """Each in another way; torch among them, so that nothing can be said of what a run would use."""
-    ways = dict(zip(("torch", "transformers", "datasets", "wandb", "peft", "pyarrow", "numpy", "safetensors", "rich", "megatron"), BREAKS, strict=False))  # fmt: skip
+    ways = {"torch": "OSError", "wandb": "SystemExit", "rich": "abort"}  # test_imports.py has the others
     for name, kind in ways.items():
         package(tmp_path, name, BREAKS[kind][0])
     package(tmp_path, "apex", "from pyramid.config import Configurator")
@@ -58,9 +58,8 @@ def test_where_everything_is_broken(tmp_path):
     found = findings(done.stdout)
     assert done.returncode == 2 and done.stderr == ""
     for name, kind in ways.items():
-        if name not in ("megatron", "peft", "safetensors"):  # not tried without torch
-            line = found[f"package.{name}"]["what"]
-            assert " does not load (" in line and BREAKS[kind][1].split("\n")[0][:40] in line, line
+        line = found[f"package.{name}"]["what"]
+        assert " does not load (" in line and BREAKS[kind][1][:30] in line, line
     assert found["package.torch"]["level"] == "fault" and found["package.wandb"]["level"] == "warning"
     assert "torch does not load" in found["used"]["what"]
     assert {"disk.here", "memory", "network.interfaces"} <= found.keys(), "the rest goes on"

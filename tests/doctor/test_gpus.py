@@ -37,6 +37,8 @@ def test_two_whole_gpus(programs):
     assert {finding.level for finding in found.values()} == {"ok"}
     assert found["gpu"].what == "2 x NVIDIA H100 80GB HBM3 with 80 GiB; driver 580.65.06"
     assert found["gpu.links"].what == "NVLink between GPUs; between which: nvidia-smi topo -m"
+    some = look(TORCH | {"count": 1}, environment={"CUDA_VISIBLE_DEVICES": "0"})
+    assert some["gpu.seen"].level == "note", "by choice"
 
 
 def test_what_is_wrong_with_one(programs):
@@ -84,11 +86,6 @@ def test_torch_that_sees_none_of_them(programs, changes, environment, level, say
     assert (found["gpu.seen"].level, says in found["gpu.seen"].what) == (level, True), found["gpu.seen"]
 
 
-def test_some_of_them_by_choice(programs):
-    smi(programs, [H100.format(i, 4) for i in range(4)])
-    assert look(environment={"CUDA_VISIBLE_DEVICES": "0,1"})["gpu.seen"].level == "note"
-
-
 def test_what_torch_tried_on_them(programs):
     smi(programs, [H100.format(i, 4) for i in range(2)])
     old = {"name": "Tesla V100", "capability": [7, 0], "free": 1, "total": 2}
@@ -102,14 +99,10 @@ def test_what_torch_tried_on_them(programs):
 
 
 def test_no_gpu_is_a_note(programs, monkeypatch):
+    assert look()["gpu"].what == "2 GPUs (NVIDIA H100 80GB HBM3); no nvidia-smi here"
     monkeypatch.setattr(gpus, "_on_the_bus", lambda: False)
     monkeypatch.setattr(gpus.glob, "glob", lambda _: [])
     found = look(TORCH | {"count": 0, "gpus": [], "cuda": None})
     assert found["gpu"].level == "note" and len(found) == 1
     monkeypatch.setattr(gpus, "_on_the_bus", lambda: True)
     assert look(None)["gpu"].level == "warning"
-
-
-def test_gpus_without_nvidia_smi(programs):
-    found = look()
-    assert found["gpu"].what == "2 GPUs (NVIDIA H100 80GB HBM3); no nvidia-smi here"

@@ -1,4 +1,4 @@
-"""Disks, limits, network: this machine's own, and others' by files and programs that answer as theirs."""
+"""Disks, limits, network, environment variables: this machine's own, and others' by files and programs that answer as theirs."""
 
 import io
 import os
@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from mrl.doctor import disks, limits, network
+from mrl.doctor import disks, limits, network, variables
 from tests.doctor.conftest import by_name
 
 # -- disks --
@@ -94,14 +94,10 @@ def test_this_machine_s_network():
 @pytest.mark.parametrize(
     "wanted, fits",
     [
-        ("eth", ["eth0", "eth1"]),
-        ("=eth0,ib0:1", ["eth0", "ib0"]),
-        ("^docker,lo", ["eth0", "eth1", "ib0"]),
-        ("^=eth0", ["eth1", "ib0", "docker0", "lo"]),
-        ("enp", []),
-        ("", []),
+        ("eth", ["eth0", "eth1"]), ("=eth0,ib0:1", ["eth0", "ib0"]), ("^docker,lo", ["eth0", "eth1", "ib0"]),
+        ("^=eth0", ["eth1", "ib0", "docker0", "lo"]), ("enp", []), ("", []),
     ],
-)
+)  # fmt: skip
 def test_names_of_interfaces_are_nccl_s(wanted, fits):
     """https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname"""
     assert network.matching(wanted, ["eth0", "eth1", "ib0", "docker0", "lo"]) == fits
@@ -128,3 +124,23 @@ def test_no_loopback(monkeypatch):
     monkeypatch.setattr(network.socket, "create_server", refuse)
     [found] = network._loopback()
     assert found.level == "fault" and "Cannot assign requested address" in found.what
+
+
+# -- environment variables: those that change a run are shown, and secrets are not --
+
+
+def shown(**environment):
+    return by_name(variables.section(environment))
+
+
+def test_what_is_set_is_shown_and_others_variables_are_not():
+    assert shown(HOME="/root", EDITOR="vi", PYTHONUNBUFFERED="1") == {}
+    found = shown(NCCL_SOCKET_NTHREADS="4", HF_HOME="/data/hf", HOME="/root")
+    assert found["variables"].what == "set here: HF_HOME=/data/hf, NCCL_SOCKET_NTHREADS=4"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY"])
+def test_secrets_are_not_shown(name):
+    found = shown(**{name: "hf_secretsecret"})
+    assert found["variables"].what == f"set here: {name}=(not shown)" and "secretsecret" not in repr(found)
+    assert "TOKENIZERS_PARALLELISM=true" in shown(TOKENIZERS_PARALLELISM="true")["variables"].what

@@ -14,14 +14,12 @@ from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits
 from mrl.mcore_models.te_limits import Gpu
 from mrl.mcore_models.versions import NOT_INSTALLED
 from mrl.ops import causal, devices
+from mrl.parallel import ParallelDims
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import package
 
 DENSE, EXPERTS, SINKS, LATENT = MODELS
-A100, H100 = (
-    Gpu((8, 0), Version("2.8.3"), (9, 25, 1), Version("2.20.2")),
-    Gpu((9, 0), Version("2.8.3"), (9, 25, 1), Version("2.20.2")),
-)
+A100, H100 = (Gpu(of, Version("2.8.3"), (9, 25, 1), Version("2.20.2")) for of in ((8, 0), (9, 0)))
 
 
 @pytest.fixture
@@ -95,19 +93,12 @@ def test_a_broken_transformer_engine_stops_a_run_in_the_words_of_the_run(machine
     machine(H100, te="OSError: libcudart.so.12")
     found = rows()
     with pytest.raises(ConfigError) as stops:
-        layer_spec.choose(
-            EngineConfig(), {"num_attention_heads": 8, "hidden_size": 512}, choices_dims(), dtype=torch.bfloat16
-        )
+        hf = {"num_attention_heads": 8, "hidden_size": 512}
+        layer_spec.choose(EngineConfig(), hf, ParallelDims(), dtype=torch.bfloat16)
     assert {row["error"] for row in found.values()} == {str(stops.value)}
     said = words(found)["used.spec"]
     assert said.level == "fault" and str(stops.value) in said.what
     assert used.table(list(found.values()))[1] == [DENSE, "1", "refused", "-", "-", "-"]
-
-
-def choices_dims():
-    from mrl.parallel import ParallelDims
-
-    return ParallelDims()
 
 
 def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeypatch):
@@ -123,13 +114,8 @@ def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeyp
     monkeypatch.setattr(causal, "attention_kind", record)
     rows()
     assert ((1, 128, 64, 192), (1, 128, 64, 128), 64, None, False) in seen
-    assert ((1, 64, 32, 64), (1, 8, 64, 64), 64, 16, True) in seen and (
-        (1, 64, 64, 64),
-        (1, 8, 64, 64),
-        64,
-        None,
-        True,
-    ) in seen
+    assert ((1, 64, 32, 64), (1, 8, 64, 64), 64, 16, True) in seen
+    assert ((1, 64, 64, 64), (1, 8, 64, 64), 64, None, True) in seen
 
 
 @pytest.mark.slow
@@ -157,13 +143,8 @@ def test_modules_and_optimizer_are_megatrons(monkeypatch):
 
 
 BREAKS = {
-    "torch raises": ("torch", "raise OSError('libtorch.so')", "OSError: libtorch.so"),
     "torch aborts": ("torch", "import os; os.abort()", "ended by SIGABRT"),
-    "megatron raises": (
-        "megatron/core",
-        "raise ImportError('cannot import name y')",
-        "ImportError: cannot import name y",
-    ),
+    "megatron raises": ("megatron/core", "raise ImportError('no name y')", "ImportError: no name y"),
 }
 
 

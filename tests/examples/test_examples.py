@@ -84,7 +84,7 @@ def test_preferences_of_arithmetic_train(tmp_path, monkeypatch):
     tiny_runs.load_example("arithmetic/make_data.py").make(tmp_path)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
-    few = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:80]
+    few = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)[:16]
     (tmp_path / "few.jsonl").write_text("".join(few))
     monkeypatch.setitem(sys.modules, "evaluate", tiny_runs.load_example("arithmetic/evaluate.py"))
     files = [str(tmp_path / name) for name in ("model", "few.jsonl", "pairs.jsonl")]
@@ -93,7 +93,7 @@ def test_preferences_of_arithmetic_train(tmp_path, monkeypatch):
     config["output_dir"] = str(tmp_path / "run")
     config["model"] |= {"path": str(tmp_path / "model")}
     config["data"] |= {"train": str(tmp_path / "pairs.jsonl")}
-    config["train"] |= {"steps": 4}
+    config["train"] |= {"steps": 4, "global_batch_size": 8}
     config["optimizer"] |= {"warmup_steps": 1}
     assert harness.run_case(1, "tests.trainers.dpo_cases:train", config=config)[:2] == ("done", "")
     rows = read(tmp_path / "run" / "metrics.jsonl")
@@ -196,24 +196,6 @@ def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.nightly
-def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
-    """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
-    os.symlink(tiny_runs.REPO / "examples", tmp_path / "examples")
-    short = ["train.steps=10", "train.eval_every=5", "optimizer.warmup_steps=2", "checkpoint.every=5"]
-    done = subprocess.run(
-        [sys.executable, "examples/arithmetic/quickstart.py", "--sft-only", *short], cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, env=os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"exact match: 0\.\d% before, \d\.\d% \(\+- \d\.\d%\) of 1,000 problems after", done.stdout)
-    assert "What to try next:" in done.stdout
-    assert "step 10/10" in done.stdout and "runs/arithmetic/hf" in done.stdout
-    rows = read(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(11))
-    assert rows[10]["eval/loss"] < rows[5]["eval/loss"] < 3.0
-
-
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"}
 
 
@@ -242,17 +224,17 @@ def test_the_quickstart_learns_to_add(tmp_path):
 def half(tmp_path_factory):
     """The folder of a quickstart that ended where GRPO goes on, after 175 of its steps, and what it printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    short = ["train.steps=175", "optimizer.decay_steps=450", "train.eval_every=null"]
+    short = ["train.steps=175", "optimizer.decay_steps=450", "train.eval_every=null", "engine.parallel.tp=1"]
     return folder, learns(folder, "examples/arithmetic/quickstart.py", "--sft-only", *short)
 
 
 @pytest.mark.slow
-def test_a_third_of_the_quickstart_and_40_steps_of_its_grpo_learn_to_add(half):
+def test_a_third_of_the_quickstart_and_20_steps_of_its_grpo_learn_to_add(half):
     """All of both run nightly."""
     folder, said = half
     assert "What to try next:" in said and "runs/arithmetic/hf" in said
-    short = ["train.steps=40", "train.eval_every=20"]
-    said = learns(folder, "examples/arithmetic/reinforce.py", "grpo", *short, points=12.0)
+    short = ["train.steps=20", "train.eval_every=null", "checkpoint.best=null"]
+    said = learns(folder, "examples/arithmetic/reinforce.py", "grpo", *short, points=10.0)
     assert "convert export" in said, "the run made its first steps again"
 
 
@@ -267,7 +249,7 @@ def test_the_loop_over_http_learns_to_add(half):
             urls = (re.search(r"TINKER_BASE_URL=(\S+)", line) for line in server.stdout)
             url = next(found[1] for found in urls if found is not None)
             reach = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
-            learns(folder, "examples/arithmetic/over_http.py", "40", points=10.0, **reach)
+            learns(folder, "examples/arithmetic/over_http.py", "20", points=10.0, **reach)
         finally:
             server.terminate()
     assert server.returncode == 75

@@ -90,7 +90,9 @@ def test_the_loop_of_sft_is_that_of_the_command(rows_and_model, tmp_path, backen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "degrees"), [("megatron", {"tp": 2}), ("fsdp", {})], ids=["tp2", "fsdp"])
+@pytest.mark.parametrize(
+    ("backend", "degrees"), nightly_but([("megatron", {"tp": 2})], [("megatron", {"tp": 2}), ("fsdp", {})])
+)
 def test_the_loop_of_sft_gives_the_same_losses_on_every_layout(rows_and_model, tmp_path, backend, degrees):
     alone = run_loop("engine_loop", sft_config(rows_and_model, tmp_path / "one", "megatron"), tmp_path)
     config = sft_config(rows_and_model, tmp_path / "two", backend, **degrees)

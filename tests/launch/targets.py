@@ -58,10 +58,6 @@ def user_error_on_rank_1(config, command_line: str) -> None:
     _forever(config)
 
 
-def user_error_everywhere(config, command_line: str) -> None:
-    raise DataError("rows.jsonl:3: is not an object; give one JSON object a line")
-
-
 def fault_on_rank_1(config, command_line: str) -> None:
     """Rank 1 fails in the middle of a collective; the others see its connection close."""
     import torch
@@ -86,26 +82,14 @@ def ignore_terminate_after_failure(config, command_line: str) -> None:
     _forever(config)
 
 
-def stop_on_signal(config, command_line: str) -> None:
-    """As a trainer does: a signal is noted, the step is finished, a checkpoint is saved."""
-    seen: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(signum, lambda s, frame: seen.append(s))
-    _note(config, "pid", f"{os.getpid()} {os.getpid()}")
-    while not seen:
-        time.sleep(0.02)
-    time.sleep(0.2 * RANK)
-    _note(config, "saved", signal.Signals(seen[0]).name)
-    raise Stopped("stopped after step 3; run the same command again to go on")
-
-
 def stop_when_hurried(config, command_line: str) -> None:
     """As a trainer that waits for a rollout does, and saves at the second signal. It takes long to end."""
     with StopSignal() as stop:
         _note(config, "pid", f"{os.getpid()} {os.getpid()}")
         while not stop.hurried:
             time.sleep(0.02)
-    time.sleep(1.0)  # a third one comes
+    _note(config, "saved", str(stop.name))
+    time.sleep(1.0)  # another one comes
     raise Stopped("stopped after step 3; run the same command again to go on")
 
 

@@ -5,7 +5,6 @@ The numbers themselves are those of tests/plan/test_automatic.py.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -21,11 +20,11 @@ from mrl.commands.ppo import PPO
 from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.launch import automatic, gpu_variables, planning, start
-from mrl.plan.gpus import GPU, GPUS
 from tests.config.test_load import merged
 from tests.forks import forks
+from tests.launch import gpu_queries
 from tests.resume.kills import are_gone
-from tests.tiers import in_tiers
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.tiny_runs import REPO
@@ -74,12 +73,10 @@ def numbers(folder: pathlib.Path, keys: list[str]) -> dict[str, int]:
     return {key: automatic.value_at(saved, key) for key in keys}
 
 
-KINDS = [(backend, sections) for backend in ("megatron", "fsdp") for sections in ("inherited", "own")]
+KINDS = [("megatron", "inherited"), ("fsdp", "own")]
 
 
-@pytest.mark.parametrize(
-    ("backend", "sections"), in_tiers([("megatron", "inherited")], [("fsdp", "own"), ("megatron", "own")], KINDS)
-)
+@pytest.mark.parametrize(("backend", "sections"), slow_but(KINDS[:1], KINDS))
 def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, backend, sections):
     file = ppo(inputs, tmp_path, backend, sections)
     config = load_config(file, root=PPO.root)
@@ -97,23 +94,20 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
         assert LONGEST < number <= most if fits[key] else number == (65536 if "cache" in key else 4096), chosen
         assert f"{key}: auto is {'' if fits[key] else 'the default, '}{number:,}, " in said
 
-    said = run(["ppo", str(file), "train.steps=4"], tmp_path, MRL_PLAN_GPU="h200")
-    assert numbers(tmp_path, keys) == chosen and "after step 2" in said
-    assert all(f"{key}: auto is {number:,}, as in " in said for key, number in chosen.items())
-    assert "changed since the checkpoint: rollout" not in said and "micro_batch" not in said.partition("resuming")[2]
-
     elsewhere = [f"output_dir={tmp_path / 'new'}", f"checkpoint.resume={tmp_path / 'run' / 'checkpoints'}"]
     kept, _ = automatic.with_saved(PPO(), load_config(file, elsewhere, PPO.root))
-    assert automatic.to_dict(kept)["rollout"]["cache_tokens"] == chosen["rollout.cache_tokens"]
+    assert {key: automatic.value_at(automatic.to_dict(kept), key) for key in keys} == chosen
     longer = [*elsewhere, "rollout.max_new_tokens=100000"]
     assert automatic.with_saved(PPO(), load_config(file, longer, PPO.root))[1] == [], "numbers for shorter sequences"
     (tmp_path / "new").mkdir()
     shutil.copy(tmp_path / "run" / "config.yaml", tmp_path / "new")
     assert automatic.with_saved(PPO(), load_config(file, elsewhere[:1], PPO.root))[1] == [], "no checkpoint is resumed"
 
-    said = run(["ppo", str(file), "train.steps=6", f"{keys[0]}=80"], tmp_path, MRL_PLAN_GPU="h200")
+    said = run(["ppo", str(file), "train.steps=4", f"{keys[0]}=80"], tmp_path, MRL_PLAN_GPU="h200")
+    assert numbers(tmp_path, keys) == chosen | {keys[0]: 80} and "after step 2" in said
     assert f"changed since the checkpoint: {keys[0]}: {chosen[keys[0]]} at the save, 80 now" in said
-    assert numbers(tmp_path, keys) == chosen | {keys[0]: 80}
+    assert all(f"{key}: auto is {chosen[key]:,}, as in " in said for key in keys[1:])
+    assert not any(f"changed since the checkpoint: {key}" in said for key in keys[1:])
 
 
 @pytest.fixture(scope="module")
@@ -162,25 +156,12 @@ def test_ranks_do_not_wait_for_a_first_one_that_fails(sft, tmp_path):
     assert "rank 0 could not choose what is auto: MRL_PLAN_GPU" in said[1]
 
 
-def fail() -> list[GPU]:
-    raise RuntimeError("driver\nlost")
-
-
-def die() -> list[GPU]:
-    os._exit(1)
-
-
-def hang() -> list[GPU]:
-    time.sleep(600)
-    return []
-
-
 @pytest.mark.parametrize(
     ("query", "limit", "why"),
     [
-        (fail, 180, "RuntimeError: driver"),
-        (die, 180, "the process that planned ended early"),
-        (hang, 1, "planning took more than 1 s"),
+        (gpu_queries.fail, 180, "RuntimeError: driver"),
+        (gpu_queries.die, 180, "the process that planned ended early"),
+        (gpu_queries.hang, 1, "planning took more than 1 s"),
     ],
 )
 def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, why):
@@ -192,14 +173,9 @@ def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, wh
     assert time.monotonic() - start_s < 180, "the child is still waited for"
 
 
-def note_and_hang(folder: str) -> None:
-    pathlib.Path(folder, "pid").write_text(str(os.getpid()))
-    time.sleep(600)
-
-
 def test_a_process_that_plans_ends_with_its_parent(tmp_path):
     parent = multiprocessing.get_context("spawn").Process(
-        target=planning._in_own_process, args=(note_and_hang, str(tmp_path))
+        target=planning._in_own_process, args=(gpu_queries.note_and_hang, str(tmp_path))
     )
     parent.start()
     noted = tmp_path / "pid"
@@ -221,21 +197,20 @@ def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, t
     assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
 
 
-def some_gpus() -> list[GPU]:
-    """GPUs of a machine: the smaller one has room for some sequences if two ranks share it."""
-    return [dataclasses.replace(GPUS["h200"], memory=memory) for memory in (2 * 4_773_000_000, 2**40)]
+def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch):
+    planned, in_own_process = [], planning._in_own_process
 
+    def record(function, *given, **options):
+        if function is not planning._plan_numbers:
+            return in_own_process(function, *given, **options)
+        planned.append(given[-1].memory)
+        return config, []
 
-@pytest.mark.parametrize(
-    ("name", "here", "number"),
-    [("LOCAL_WORLD_SIZE", "2", 32768), ("LOCAL_WORLD_SIZE", "4", 64), ("SLURM_STEP_TASKS_PER_NODE", "1,4(x12)", 64)],
-)
-def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch, name, here, number):
-    monkeypatch.setenv(name, here)
+    monkeypatch.setattr(planning, "_in_own_process", record)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = load_config(sft, ["engine.device=auto"], SFT.root)
-    made, lines = planning.resolve_auto(SFT(), config, 2, some_gpus)
-    assert made.engine.micro_batch.tokens == number
-    assert ("auto is chosen for 1/2 of a GPU" in lines[-1]) == (number == 64)
+    _, [line] = planning.resolve_auto(SFT(), config, 2, gpu_queries.some_gpus)
+    assert planned == [4_773_000_000] and "auto is chosen for 1/2 of a GPU" in line
 
 
 def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monkeypatch):

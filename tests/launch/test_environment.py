@@ -11,7 +11,7 @@ from mrl.config.command import Part
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.launch import gpu_variables
-from mrl.launch.environment import first_host, interface_towards, joined_world
+from mrl.launch.environment import first_host, interface_towards, joined_world, ranks_here
 from mrl.parallel import ParallelDims
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -23,29 +23,22 @@ def test_nothing_to_join():
     assert joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
 
 
-def test_torchrun():
-    joined = joined_world(TORCHRUN)
-    assert (joined.launcher, joined.rank, joined.world_size) == ("torchrun", 5, 8)
-    assert joined.variables == TORCHRUN
-
-
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_an_environment_is_refused(missing):
     with pytest.raises(ConfigError, match=f"{missing} is not"):
         joined_world({k: v for k, v in TORCHRUN.items() if k != missing})
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["x", "", "-1", "1.5"])
-def test_what_is_no_number_is_refused_by_name(name, value):
+@pytest.mark.parametrize(
+    ("environ", "name", "value"),
+    [
+        (TORCHRUN, "RANK", "x"), (TORCHRUN, "WORLD_SIZE", ""), (TORCHRUN, "LOCAL_RANK", "-1"),
+        (TORCHRUN, "MASTER_PORT", "1.5"), (SRUN, "SLURM_PROCID", "x"), (SRUN, "SLURM_NTASKS", "x"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name(environ, name, value):
     with pytest.raises(ConfigError, match=f"^environment: {name} is '{value}', not a whole number; "):
-        joined_world(TORCHRUN | {name: value})
-
-
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS"])
-def test_what_is_no_number_from_slurm_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=f"^environment: {name} is 'x', not a whole number; "):
-        joined_world(SRUN | {name: "x"})
+        joined_world(environ | {name: value})
 
 
 def test_srun_derives_what_torch_needs():
@@ -57,13 +50,11 @@ def test_srun_derives_what_torch_needs():
     assert joined_world(SRUN | {"SLURM_PROCID": "6"}).variables["MASTER_PORT"] == joined.variables["MASTER_PORT"]
 
 
-def test_srun_keeps_what_is_set():
-    variables = joined_world(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}).variables
-    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("head", "1234")
-
-
-def test_torchrun_inside_a_slurm_job_wins():
-    assert joined_world(SRUN | TORCHRUN).launcher == "torchrun"
+def test_srun_keeps_what_is_set_and_torchrun_inside_a_slurm_job_wins():
+    joined = joined_world(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (joined.variables["MASTER_ADDR"], joined.variables["MASTER_PORT"]) == ("head", "1234")
+    joined = joined_world(SRUN | TORCHRUN)
+    assert (joined.launcher, joined.rank, joined.world_size, joined.variables) == ("torchrun", 5, 8, TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +63,11 @@ def test_torchrun_inside_a_slurm_job_wins():
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_the_most_ranks_of_a_node():
+    for environ, ranks in (({}, 1), ({"LOCAL_WORLD_SIZE": "4"}, 4), ({"SLURM_STEP_TASKS_PER_NODE": "1,4(x12)"}, 4)):
+        assert ranks_here(environ) == ranks
 
 
 def test_gloo_takes_the_interface_towards_the_first_process():

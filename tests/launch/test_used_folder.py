@@ -27,72 +27,70 @@ from click.testing import CliRunner
 from mrl import cli
 for line in json.loads(sys.argv[1]):
     done = CliRunner().invoke(cli.main, line)
-    print(json.dumps([done.exit_code, done.stdout, done.stderr, "torch" in sys.modules]))
+    loaded = [name for name in ("torch", "megatron", "wandb") if name in sys.modules]
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, loaded]))
 """
 
 
-def run_all(*lines: list[str]) -> list[tuple[int, str, str, bool]]:
-    """Exit code, stdout, stderr and whether torch is loaded, of commands in one process."""
+def run_all(*lines: list[str]) -> list[tuple[int, str, str, list[str]]]:
+    """Exit code, stdout, stderr and which of three packages are loaded, of commands in one process."""
     ran = subprocess.run([sys.executable, "-c", RUN_ALL, json.dumps(lines)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """fresh/, foreign/, half/ (step 3 of 5) and whole/ (all 5, exported), of one config."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    raw = merged(fuzz.BASES["sft"], {"model": {"path": str(tmp_path / "model")}, "train": {"steps": 5}})
-    raw = merged(raw, {"data": {"train": str(tmp_path / "rows.jsonl")}})
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    raw = merged(fuzz.BASES["sft"], {"model": {"path": str(folder / "model")}, "train": {"steps": 5}})
+    raw = merged(raw, {"data": {"train": str(folder / "rows.jsonl")}})
     for name, step in (("fresh", 0), ("foreign", 0), ("half", 3), ("whole", 5)):
-        config = merged(raw, {"output_dir": str(tmp_path / name)})
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        (tmp_path / name).mkdir()
+        config = merged(raw, {"output_dir": str(folder / name)})
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        (folder / name).mkdir()
         if step:
-            RunDirectory(tmp_path / name).prepare(from_dict(config), "mrl")
-            with atomic_checkpoint.writing(str(tmp_path / name / "checkpoints"), step, backend="fsdp") as path:
+            RunDirectory(folder / name).prepare(from_dict(config), "mrl")
+            with atomic_checkpoint.writing(str(folder / name / "checkpoints"), step, backend="fsdp") as path:
                 pathlib.Path(path, "weights").write_text("w")
-    (tmp_path / "foreign" / "config.yaml").write_text("mine: 1\n")
-    (tmp_path / "whole" / "hf").mkdir()
-    return tmp_path
+    (folder / "foreign" / "config.yaml").write_text("mine: 1\n")
+    (folder / "whole" / "hf").mkdir()
+    return folder
 
 
-def test_conflicts_and_a_complete_run_are_found_before_torch_is_loaded(runs):
+def test_what_is_saved_is_looked_at_before_torch_is_loaded_and_a_dry_run_says_what_this_machine_lacks(runs):
     def line(name: str, *words: str) -> list[str]:
         return ["sft", str(runs / f"{name}.yaml"), *words]
 
-    found = run_all(
-        line("half", "optimizer.lr=0.5"), line("half", "optimizer.lr=0.5", "--dry-run"),
-        line("half", "checkpoint.resume=never"), line("half", "checkpoint.resume=never", "--dry-run"),
-        line("foreign"), line("foreign", "--dry-run"), line("fresh", f"checkpoint.resume={runs / 'fresh'}"),
+    job = ["--gpus-per-node", "0", "--processes-per-node", "2", "model.init=pretrained", "data.train=/not/here.jsonl"]
+    *refused, complete, half, whole, rendered = run_all(
+        line("half", "optimizer.lr=0.5"), line("half", "optimizer.lr=0.5", "--dry-run"), line("foreign", "--dry-run"),
+        line("half", "checkpoint.resume=never"), line("fresh", f"checkpoint.resume={runs / 'fresh'}"),
         line("half", f"checkpoint.resume={runs / 'whole' / 'checkpoints'}"), line("whole"),
+        line("half", "engine.device=cuda", "--dry-run"),
+        line("whole", "engine.device=auto", "engine.layer_spec=te", "--dry-run"),
+        ["slurm", "render", *line("fresh", *job)],
     )  # fmt: skip
     says = [
-        "optimizer.lr: value 0.5 is not the 1e-05 that the checkpoint was saved with", "would overwrite the run in",
-        "holds a config.yaml that mrl did not write",
+        "optimizer.lr: value 0.5 is not the 1e-05 that the checkpoint was saved with",
+        "optimizer.lr: value 0.5 is not the 1e-05 that the checkpoint was saved with",
+        "holds a config.yaml that mrl did not write", "would overwrite the run in", "holds no whole checkpoint",
+        "is not the newest checkpoint of the run",
     ]  # fmt: skip
-    for (code, _, error, has_torch), part in zip(found[:6], [s for s in says for _ in range(2)], strict=True):
-        assert (code, has_torch) == (2, False) and part in error, error
-    assert found[6][0] == 2 and "holds no whole checkpoint" in found[6][2] and not found[6][3]
-    assert found[7][0] == 2 and "is not the newest checkpoint of the run" in found[7][2] and not found[7][3]
-    code, said, _, has_torch = found[8]
-    assert (code, has_torch) == (0, False)
+    for (code, _, error, loaded), part in zip(refused, says, strict=True):
+        assert (code, loaded) == (2, []) and part in error, error
+    code, said, _, loaded = complete
+    assert (code, loaded) == (0, [])
     assert f"the run in {runs / 'whole'} is complete: 5 of 5 steps are made; raise train.steps" in said
-
-
-def test_a_dry_run_says_what_the_run_goes_on_with_and_what_this_machine_lacks(runs):
-    (code, said, error, _), (code_of_whole, whole, _, _), (code_of_vllm, vllm, _, _) = run_all(
-        ["sft", str(runs / "half.yaml"), "engine.device=cuda", "--dry-run"],
-        ["sft", str(runs / "whole.yaml"), "engine.device=auto", "engine.layer_spec=te", "--dry-run"],
-        ["sft", str(runs / "fresh.yaml"), "engine.device=cuda", "--dry-run"],
-    )
-    assert (code, code_of_whole, code_of_vllm) == (0, 0, 0), error
-    assert "after step 3" in said and "is complete: 5 of 5 steps are made" in whole
-    assert "# engine.device: cuda (as configured; torch sees no GPU, and a run needs one)" in said
-    assert "# engine.layer_spec: te (as configured; torch sees no GPU" in whole
-    assert "resuming" not in vllm
+    assert half[0] == whole[0] == rendered[0] == 0, (half, whole, rendered)
+    assert half[2:] == ("", ["torch"]), "no megatron"
+    assert "after step 3" in half[1] and "is complete: 5 of 5 steps are made" in whole[1]
+    assert "# engine.device: cuda (as configured; torch sees no GPU, and a run needs one)" in half[1]
+    assert "# engine.layer_spec: te (as configured; torch sees no GPU" in whole[1]
+    assert rendered[1].startswith("#!"), "a script is rendered where neither weights nor rows are"
 
 
 def test_vllm_inside_the_trainer_is_said_to_be_missing():
@@ -117,8 +115,14 @@ def test_a_run_is_complete_by_its_steps(runs, change, is_complete):
     raw = merged(yaml.safe_load((runs / "whole.yaml").read_text()), change)
     saved = preflight.check_used(record("sft"), from_dict(raw))
     assert saved is not None and saved.is_complete == is_complete
-    (runs / "whole" / "hf").rmdir()  # the export is missing: it is made again
+
+
+def test_a_run_without_its_export_is_not_complete(runs):
+    """It is made again."""
+    raw = yaml.safe_load((runs / "whole.yaml").read_text())
+    (runs / "whole" / "hf").rmdir()
     assert not preflight.check_used(record("sft"), from_dict(raw)).is_complete
+    (runs / "whole" / "hf").mkdir()
 
 
 def test_of_serve_the_folder_alone_is_looked_at(runs):
@@ -126,9 +130,3 @@ def test_of_serve_the_folder_alone_is_looked_at(runs):
     with pytest.raises(ConfigError, match="did not write"):
         preflight.check_used(record("serve"), from_dict(raw, roots()["serve"]))
     assert used_folder.files_of_run(runs / "whole") == ["config.yaml", "checkpoints", "hf"]
-
-
-def test_a_script_is_rendered_where_neither_weights_nor_rows_are(runs):
-    words = ["--gpus-per-node", "0", "--processes-per-node", "2", "model.init=pretrained", "data.train=/not/here.jsonl"]
-    ((code, said, error, _),) = run_all(["slurm", "render", "sft", str(runs / "fresh.yaml"), *words])
-    assert code == 0 and said.startswith("#!"), error

@@ -1,5 +1,5 @@
 """The mutants of losses, batches, engines, checkpoints and plans; those of models are in table_of_models.py, of the commands
-that inspect a run or a machine in table_of_commands.py, of `mrl serve` in table_of_serve.py."""
+that inspect a model in table_of_commands.py, of `mrl serve` in table_of_serve.py."""
 
 from __future__ import annotations
 

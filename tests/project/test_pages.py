@@ -58,6 +58,12 @@ def test_files_that_pages_name_are_there():
     assert len(named) > 50 and not gone
 
 
+def test_nothing_names_an_extra_of_a_package_that_no_index_has():
+    files = [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/**/*.md"), *ROOT.glob("mrl/**/*.py")]
+    found = [file.relative_to(ROOT) for file in files if "mrl[" in file.read_text() and file.name != "CHANGELOG.md"]
+    assert len(files) > 400 and found == []
+
+
 def test_what_an_engine_can_build_on_is_there():
     """The table of docs/backends.md: `module.name` and files of mrl/engine."""
     table = (ROOT / "docs/backends.md").read_text(encoding="utf-8").split("| for | in mrl/engine |")[1].split("\n\n")[0]

@@ -53,11 +53,10 @@ def test_verify_finds_the_same_bits_and_the_same_logits(smollm2: pathlib.Path, i
         assert row["top1_agreement"] == 1.0 and row["spread"] > 1.0, row
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_mbridge_makes_the_same_shards(smollm2: pathlib.Path, tp: int):  # noqa: F811
+def test_mbridge_makes_the_same_shards(smollm2: pathlib.Path):  # noqa: F811
     weights, config = load_file(smollm2 / "model.safetensors"), read_hf_config(smollm2)
-    family, layout, ranks = family_for(config), ParallelDims(world_size=tp, tp=tp), []
-    for rank in range(tp):
+    family, layout, ranks = family_for(config), ParallelDims(world_size=3, tp=3), []
+    for rank in range(3):
         found = hf_to_mcore(weights.items(), family, layout, rank, hf_config=config, spec="te")
         ranks.append({(chunk, name): shard for chunk, name, shard in found})
         bridge = bridge_for(str(smollm2), layout, rank, dtype=torch.bfloat16)

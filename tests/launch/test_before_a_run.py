@@ -1,0 +1,180 @@
+"""What is looked at before a run: what its roles share, the version of vLLM inside the trainer, and its first rows."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mrl import cli
+from mrl.config.command import Part
+from mrl.config.schema import EngineConfig, ModelConfig
+from mrl.errors import ConfigError
+from mrl.launch import preflight, start
+from mrl.rollout import vllm_start
+from tests.bad_input.mistakes import Workspace
+from tests.data.tiny_tokenizers import turns, write_jsonl
+from tests.trainers import tiny_runs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    Workspace(tmp_path).make()
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def dry_run_of_ppo(*words: str):
+    return CliRunner().invoke(cli.main, ["ppo", "ppo.yaml", *words, "--dry-run"])
+
+
+# ------------------------------------------------------------------------------------------------- what the roles share
+
+
+def test_roles_share_the_kernel_of_attention(folder):
+    """Their processes are one, and so is the environment that transformer-engine reads."""
+    fused = ["actor.engine={device: auto, attention: fused}", "actor.model.dtype=bfloat16"]
+    refused = dry_run_of_ppo(*fused, "reference.engine.device=auto")
+    assert refused.exit_code == 2 and (
+        'reference.engine.attention: value "auto" does not go with actor.engine.attention fused: ' in refused.stderr
+    ), refused.output
+    fused = EngineConfig(attention="fused")
+    preflight._check_attention([Part(role, ModelConfig(path="m"), fused) for role in ("actor", "reference")])
+
+
+def test_roles_share_the_buffers_of_tensor_parallel_communication(folder):
+    """One role may have none; two have the same."""
+    engine = "{{device: cpu, layer_spec: te, parallel: {{tp: 2}}, micro_batch: {{tokens: {}}}, megatron: {{tp_comm_overlap: true}}}}"
+    actor = ["actor.model.dtype=bfloat16", f"actor.engine={engine.format(64)}"]
+    said = dry_run_of_ppo(*actor, f"reference.engine={engine.format(64)}")
+    assert said.exit_code == 0, said.output
+    assert (
+        "engine.megatron.tp_comm_overlap: every micro-batch is padded to engine.micro_batch.tokens (64)" in said.stdout
+    )
+    alone = "reference.engine={device: cpu, parallel: {tp: 2}}"
+    assert dry_run_of_ppo(*actor, alone).exit_code == 0
+    refused = dry_run_of_ppo(*actor, f"reference.engine={engine.format(80)}")
+    assert (
+        refused.exit_code == 2
+        and (
+            "reference.engine.megatron.tp_comm_overlap: value true asks for buffers of 80 places x 64 over 2 tensor-parallel "
+            "ranks, and actor.engine.megatron.tp_comm_overlap for 64 places x 64 over 2 tensor-parallel ranks; give all models the same"
+        )
+        in refused.stderr
+    ), refused.output
+    short = dry_run_of_ppo(*actor, f"reference.engine={engine.format(20)}")
+    assert short.exit_code == 2 and "reference.engine.micro_batch.tokens: value 20 is less than " in short.stderr
+
+
+# ---------------------------------------------------------------------------------------------- vLLM inside the trainer
+
+
+def install(monkeypatch, folder: pathlib.Path, version: str | None) -> None:
+    """Puts a package vllm of a version where Python looks first. None: without metadata."""
+    (folder / "site" / "vllm").mkdir(parents=True)
+    (folder / "site" / "vllm" / "__init__.py").write_text("raise ImportError('libcudart.so.13 is not there')\n")
+    if version is not None:
+        metadata = folder / "site" / f"vllm-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder / "site"))
+
+
+def run(monkeypatch, *overrides: str) -> tuple[bool, str, int]:
+    """Whether the trainer is loaded, the last line, and the exit code."""
+    loaded: list[object] = []
+    monkeypatch.setattr(start, "trainer_of", lambda command: lambda config, line: loaded.append(config))
+    made = CliRunner().invoke(cli.main, ["ppo", "ppo.yaml", "rollout.backend=vllm", *overrides])
+    return bool(loaded), (made.stdout + made.stderr).splitlines()[-1], made.exit_code
+
+
+@pytest.mark.parametrize(
+    "version, words",
+    [
+        ("none", "needs vLLM beside mrl, and it is not installed; install it here, or start a server and give its url"),
+        ("0.25.0", "is vLLM 0.25.0 here, and mrl needs 0.26 or newer; install 0.32, or set it to native"),
+    ],
+)
+def test_a_run_without_it_ends_before_anything_is_loaded(folder, monkeypatch, version, words):
+    if version != "none":
+        install(monkeypatch, folder, version)
+    loaded, line, code = run(monkeypatch)
+    assert (loaded, code) == (False, 2) and line.endswith(words)
+
+
+def test_a_run_with_it_or_with_servers_starts(folder, monkeypatch):
+    assert run(monkeypatch, "rollout.server.urls=['http://a:1']")[0]
+    install(monkeypatch, folder, "0.32.0")
+    assert run(monkeypatch)[0]
+
+
+@pytest.mark.parametrize("version", ["0.1.dev1+gabc1234", None])
+def test_an_unknown_version_is_one_line(folder, monkeypatch, version):
+    install(monkeypatch, folder, version)
+    line = vllm_start.check_version(vllm_start.installed())
+    assert line is not None and line.endswith(f"the one here is {version or 'of an unknown version'}")
+
+
+def test_a_broken_one_is_named_with_its_error(folder, monkeypatch):
+    install(monkeypatch, folder, "0.32.0+cu130")
+    with pytest.raises(ConfigError, match=r"imported \(ImportError: libcudart.so.13 is not there\)"):
+        vllm_start.import_vllm(gpu=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the first rows
+
+
+GOOD = {"messages": turns("2+2=", "4")}
+HH = {
+    "chosen": "\n\nHuman: 1+1?\n\nAssistant: 2",
+    "rejected": "\n\nHuman: 1+1?\n\nAssistant: 3",
+}
+ROWS = {
+    "a wrong column": ("sft", [{"question": "1+1?", "answer": "2"}], "a.jsonl:1: the fields question, answer fit no"),
+    "too long": ("sft", [GOOD, {"messages": turns("+" * 200, "4")}], "a.jsonl:2: the row has "),
+    "hh": ("dpo", [HH], "a.jsonl:1: chosen is no list of messages, and there is no prompt"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    tiny_runs.make_inputs(folder)
+    return folder
+
+
+def dry_run(folder, command, rows, *words, part="train"):
+    """The dry run of a command on rows of data.train, or of data.eval beside good ones."""
+    write_jsonl(folder / "a.jsonl", rows)
+    write_jsonl(folder / "good.jsonl", [GOOD])
+    data = {"train": "good.jsonl" if part == "eval" else "a.jsonl", "max_length": 64}
+    config = tiny_runs.make_config(folder, folder / "none", data={})
+    config["data"] = {name: str(folder / value) if name == "train" else value for name, value in data.items()}
+    if part == "eval":
+        config["data"]["eval"] = str(folder / "a.jsonl")
+    if command != "sft":
+        config["loss"] = {"name": {"dpo": "dpo", "rm": "bradley_terry"}[command]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return CliRunner().invoke(cli.main, [command, str(folder / "config.yaml"), *words, "--dry-run"])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_that_would_stop_the_run_stops_the_dry_run(inputs, name):
+    command, rows, says = ROWS[name]
+    done = dry_run(inputs, command, rows)
+    assert done.exit_code == 2 and says in done.output.replace(f"{inputs}/", ""), done.output
+    assert not (inputs / "none").exists()
+    if command == "sft" and len(rows) > 1:
+        assert dry_run(inputs, command, rows, part="eval").exit_code == 2
+        policy = ["data.truncation=drop", "data.on_bad_row=skip"]
+        assert dry_run(inputs, command, rows, *policy).exit_code == 0
+
+
+def test_whole_texts_with_turns_pass(inputs):
+    words = ['data.turns={user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}']
+    assert dry_run(inputs, "dpo", [HH], *words).exit_code == 0
+    assert dry_run(inputs, "rm", [HH], "data.chat_template=none").exit_code == 0
