@@ -73,9 +73,9 @@ def test_trap_18_a_forward_leaves_nothing(models):
     run("a_forward_leaves_nothing", roles(**heads(models, attention_dropout=0.3), actor="pp2", critic="fsdp"))
 
 
-@pytest.mark.parametrize("layouts", slow_but([("dp", "fsdp cp2")], [("dp", "fsdp cp2"), ("fsdp", "pp2")]))
-def test_trap_8_a_rank_with_nothing(models, layouts):
-    run("a_rank_with_nothing", roles(**heads(models), actor=layouts[0], critic=layouts[1]))
+@pytest.mark.parametrize("actor, critic", slow_but([("dp", "fsdp cp2")], [("dp", "fsdp cp2"), ("fsdp", "pp2")]))
+def test_trap_8_a_rank_with_nothing(models, actor, critic):
+    run("a_rank_with_nothing", roles(**heads(models), actor=actor, critic=critic))
 
 
 def test_generates_beside_others(models):
