@@ -12,12 +12,10 @@ from tests.trainers.rl.test_launched import ADAPTERS, PER_ITERATION, config_of, 
 from tests.trainers.rl.tiny_policies import train
 from tests.trainers.tiny_runs import read_rows, steps
 
-LEVELS = {"level 0": {"rollout": {"async_level": 0}}, "adapters at level 2": ADAPTERS}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, level):
+def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path):
+    """With adapters, two iterations ahead; what a sampler does without one is in tests/rollout/test_lost_servers.py."""
     servers = [Running(inputs / "model", seconds=0.3) for _ in range(2)]
     urls, again = [server.url for server in servers], []
 
@@ -28,7 +26,7 @@ def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path, leve
     restarting = threading.Thread(target=restart)
     restarting.start()
     more = {"checkpoint": {"every": None}}
-    unbroken, config = (config_of(inputs, tmp_path / run, servers[0], **LEVELS[level], **more) for run in ("a", "b"))
+    unbroken, config = (config_of(inputs, tmp_path / run, servers[0], **ADAPTERS, **more) for run in ("a", "b"))
     config["rollout"]["server"]["urls"] = urls
     ends = {"step": PER_ITERATION + 1, "pid": servers[1].process.pid, "url": urls[1], "at": 2 * PER_ITERATION + 1}
     try:

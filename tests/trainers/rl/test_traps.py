@@ -64,11 +64,11 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
 def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(inputs, tmp_path, name, mini_batch):
     """Mini-batches of two sequences on two replicas: each has one, of 1 to 8 tokens. A mean of the replicas' means would
     weigh them alike, in ppo, whose loss is the mean over tokens. Of one sequence: a replica has none."""
-    steps = 6 // mini_batch
+    steps = tiny_policies.SEQUENCES // mini_batch
     runs = []
     for world, layout in ((1, engine(size=2)), (2, engine("megatron", size=1))):
         folder = tmp_path / str(world)
-        changes = {"algorithm": {"mini_batch_size": mini_batch}, "train": {"steps": steps, "global_batch_size": 6}}
+        changes = {"algorithm": {"mini_batch_size": mini_batch}, "train": {"steps": steps}}
         train(tiny_policies.make_config(inputs, folder, name, actor={"engine": layout}, **changes), world)
         runs.append(tiny_policies.metrics_of(folder))
     lengths = {row["response_length"] for row in tiny_policies.samples_of(tmp_path / "1")["step_00000001.jsonl"]}
