@@ -235,6 +235,11 @@ def test_a_run_is_done_when_its_last_line_is_written(tmp_path, step, evaluates, 
     assert is_done(export_hf=True) is done
 
 
+def test_evaluations_and_saves_are_due_every_so_many_steps_and_at_the_end():
+    due = [[step for step in range(1, 8) if common.is_due(every, step, 7)] for every in (3, 7, None)]
+    assert due == [[3, 6, 7], [7], [7]]
+
+
 def test_a_damaged_checkpoint_gives_way_to_an_older_one_and_not_to_the_beginning(tmp_path):
     older, newest = (make_checkpoint(tmp_path / "checkpoints", step) for step in (2, 4))
     config, said = from_dict(base() | {"output_dir": str(tmp_path)}), []
