@@ -111,45 +111,9 @@ def test_clip_fraction_counts_where_clipping_changed_something(log_ratio, advant
         assert clipped == expected[name], name
 
 
-def test_clip_higher_and_dual_clip_by_hand():
-    """Ratios 1.25 and 5: with 0.28 above, 1.25 still pushes; with a dual clip of 3, a ratio of 5 counts as 3."""
-    ratio_T, advantages_T = torch.tensor([1.25, 1.25, 5.0]), torch.tensor([1.0, -1.0, -1.0])
-    loss = lambda clip: clipped_surrogate(ratio_T, ratio_T.log(), advantages_T, clip).loss_T.tolist()  # noqa: E731
-    assert loss(Clip(0.2, 0.2)) == pytest.approx([-1.2, 1.25, 5.0])
-    assert loss(Clip(0.2, 0.28)) == pytest.approx([-1.25, 1.25, 5.0])
-    assert loss(Clip(0.2, 0.28, 3.0)) == pytest.approx([-1.25, 1.25, 3.0])
+def test_a_dual_clip_below_1_is_refused():
     with pytest.raises(AssertionError, match="dual clip is 0.9"):
-        loss(Clip(0.2, 0.2, 0.9))
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("ratio", RATIOS)
-@examples
-@given(case=ragged())
-def test_the_first_update_is_the_policy_gradient_whatever_the_objective(objective, ratio, case):
-    """At a ratio of 1: d/d log p_t = -A_t. GSPO's has the mean of A over the sequence, here one A for all its tokens."""
-    log_probs, advantages = case.rows(-3, 0), case.spread(case.per_sequence(-1, 1))
-    log_probs_T = flat(log_probs).requires_grad_()
-    ratio_T = RATIOS[ratio](log_probs_T, flat(log_probs), case.mask_T, case.lengths_S)
-    loss_T = OBJECTIVES[objective](ratio_T, log_probs_T, flat(advantages), Clip(3e-4, 4e-4)).loss_T
-    (loss_T * case.mask_T).sum().backward()
-    expected = [[-a * m for a, m in zip(*rows, strict=True)] for rows in zip(advantages, case.masks, strict=True)]
-    assert close(log_probs_T.grad, expected)
-
-
-@examples
-@given(ragged())
-def test_gspo_and_its_token_form_agree_where_a_sequence_has_one_advantage(case):
-    """Zheng 2025, section 4.3."""
-    new, old, advantages = case.rows(-3, 0), case.rows(-3, 0), case.spread(case.per_sequence(-1, 1))
-    gradients = []
-    for ratio in ("sequence", "sequence_token"):
-        log_probs_T = flat(new).requires_grad_()
-        ratio_T = RATIOS[ratio](log_probs_T, flat(old), case.mask_T, case.lengths_S)
-        loss_T = clipped_surrogate(ratio_T, log_probs_T, flat(advantages), Clip(0.2, 0.3)).loss_T
-        (loss_T * case.mask_T).sum().backward()
-        gradients.append((loss_T.detach(), log_probs_T.grad))
-    assert torch.allclose(gradients[0][0], gradients[1][0]) and torch.allclose(gradients[0][1], gradients[1][1])
+        clipped_surrogate(torch.ones(1), torch.ones(1), torch.ones(1), Clip(0.2, 0.2, 0.9))
 
 
 @examples

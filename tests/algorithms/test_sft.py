@@ -26,17 +26,6 @@ def test_a_label_that_does_not_train_adds_nothing_even_where_it_is_impossible():
     assert loss.item() == 2.0 and log_probs.grad.tolist() == [0.0, -1.0]
 
 
-def test_trap_5_parts_add_up_to_the_whole_whatever_the_split():
-    """The mean is taken once, by the engine: sums of parts are the sum of the whole."""
-    batch = make_batch([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [[0, 1, 1, 1], [0, 1], [0, 0, 1]])
-    log_probs = -torch.arange(1.0, 7.0)
-    whole, _ = sft_loss(batch, {"log_probs": log_probs}, {})
-    parts = sum(
-        sft_loss(batch.select([i]), {"log_probs": part}, {})[0] for i, part in enumerate(log_probs.split([3, 1, 2]))
-    )
-    assert whole == parts
-
-
 def test_log_probs_of_another_length_are_refused():
     with pytest.raises(AssertionError, match="log_probs"):
         sft_loss(make_batch([[5, 6, 7]], [[0, 1, 1]]), {"log_probs": torch.zeros(3)}, {})

@@ -80,7 +80,7 @@ KL = (
     ),
     *_of(
         "trainers/rl/updates.py",
-        "trainers/rl/test_algorithms.py::test_kl_target_steers_the_coefficient[grpo-0.001]",
+        "trainers/rl/test_algorithms.py::test_kl_target_steers_the_coefficient",
         ("dataclasses.replace(loss_fn, kl_coef=trainer.kl.coef)", "dataclasses.replace(loss_fn, kl_coef=recipe.kl_coef)"),
         ("trainer.kl.update(experience.sequence_kl)", "trainer.kl.update(0.0)"),
     ),

@@ -26,7 +26,7 @@ OF_DATA = (
     ),
     *_of(
         "trainers/teacher.py",
-        "trainers/test_distill.py",
+        ("trainers/test_teachers.py", "trainers/test_distill.py::test_a_cache_is_known_by_all_that_its_log_probs_depend_on"),
         ("here, width = found.ids < one.vocab_size,", "here, width = found.ids < 10**9,"),
         ("log_probs[trained] = -torch.inf", "log_probs[trained] = 0"),
         ("not all(one.gives_full_distribution", "not any(one.gives_full_distribution"),
@@ -34,7 +34,7 @@ OF_DATA = (
     ),
     *_of(
         "roles/dispatch.py",
-        "trainers/test_distill.py",
+        "trainers/test_distill.py::test_a_teacher_has_no_dropout",
         ("with engine.eval_mode(), engine.without", "with torch.no_grad(), engine.without"),
     ),
     *_of("data/order.py", "data/test_mixture.py", ("return (seed + int.from_bytes(", "return (int.from_bytes(")),

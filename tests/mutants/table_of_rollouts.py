@@ -70,7 +70,7 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        "trainers/rl/test_launched_kills.py::test_no_prompt_is_lost_and_none_is_trained_twice[two_ahead]",
+        f"{AHEAD}no_prompt_is_lost_and_none_is_trained_twice[two_ahead]",
         ("        if self._closing:\n            return None\n", ""),
         ("            if not broken:\n", "            if launch.future.exception() is None:\n"),
     ),

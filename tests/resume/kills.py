@@ -1,8 +1,8 @@
 """SIGKILL at a seeded moment of a run that the command line started, found by watching its folder from outside.
 
 A moment is a place in the run (the start-up, a step, a save before and after its marker, the rename, the deletion of
-an old checkpoint, the export), the steps that pass before it, a delay, and who is killed. tests/trainers/test_kill.py
-kills at exact calls from inside one rank; here nothing is in the process, and all processes or only some are killed.
+an old checkpoint, the export), the steps that pass before it, a delay, and who is killed. Nothing is in the process, and all
+processes or only some are killed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mrl.engine import atomic_checkpoint
-from mrl.engine.base import BaseEngine
 from mrl.errors import CheckpointError
 from tests.engine.contract import assert_equal
 from tests.roles.cases import Configs, assert_same, make_dispatch, train, weights_of
@@ -57,19 +56,14 @@ def assert_whole_and_once(saved: str, roles: set[str]) -> None:
     assert [file for file in files if file.endswith("COMPLETE")] == []
 
 
-def save_after_two(configs: Configs, path: str, **options: Any) -> dict:
-    """Two steps, a save, and what two more steps give."""
+def save_after_two(configs: Configs, path: str) -> None:
     dispatch = make_dispatch(configs)
     train(dispatch, 2)
-    dispatch.save_checkpoint(path, global_step=2, state={"step": 2}, **options)
-    return train(dispatch, 2, first=2)
+    dispatch.save_checkpoint(path, global_step=2, state={"step": 2})
 
 
-def go_on(configs: Configs, path: str, remote: str | None = None) -> dict:
-    """What two steps give after that checkpoint, in this layout."""
-    dispatch = make_dispatch(configs)
-    assert dispatch.load_checkpoint(path, remote) == {"step": 2}
-    return train(dispatch, 2, first=2)
+def loads(configs: Configs, path: str) -> None:
+    assert make_dispatch(configs).load_checkpoint(path) == {"step": 2}
 
 
 def save_of_one_model(configs: Configs, path: str) -> None:
@@ -91,40 +85,3 @@ def refuses(configs: Configs, path: str, message: str, alone: bool = False) -> N
     assert message in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
     for role, weights in weights_of(dispatch).items():
         assert_equal(weights, before[role])
-
-
-class Killed(BaseException):
-    pass
-
-
-def a_kill_while_saving_leaves_the_last_one(configs: Configs, path: str) -> list[str]:
-    """The process goes when the second role has written its part. Returns what is in the folder before and after the next save."""
-    dispatch = make_dispatch(configs)
-    dispatch.save_checkpoint(path, global_step=1)
-    last: BaseEngine = list(dispatch.engines.values())[-1]
-    save_state = last.save_state
-
-    def save_and_die(folder: str, state: Any) -> None:
-        save_state(folder, state)
-        raise Killed
-
-    last.save_state = save_and_die
-    with pytest.raises(Killed):
-        dispatch.save_checkpoint(path, global_step=2)
-    last.save_state = save_state
-    assert atomic_checkpoint.find_checkpoint(path) == f"{path}/step_00000001"
-    assert make_dispatch(configs).load_checkpoint(path) == {}
-    left = dispatch.on_main(lambda: sorted(os.listdir(path)))
-    dispatch.save_checkpoint(path, global_step=3, keep=1)
-    return left + dispatch.on_main(lambda: sorted(os.listdir(path)))
-
-
-def keeps_the_best(configs: Configs, path: str, remote: str) -> None:
-    """keep leaves the newest ones and those that are protected, here and in the copy."""
-    dispatch = make_dispatch(configs)
-    for step in (1, 2, 3, 4):
-        dispatch.save_checkpoint(
-            path, remote, global_step=step, keep=1, protect=["step_00000002"], state={"step": step}
-        )
-    assert dispatch.load_checkpoint(f"{path}/step_00000002") == {"step": 2}
-    assert dispatch.load_checkpoint(path) == {"step": 4}

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import run_case
-from tests.roles.cases import flat
 from tests.roles.tiny_roles import roles
-from tests.tiers import in_tiers
+from tests.tiers import slow_but
 
 
 def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases", **kwargs):
@@ -19,27 +18,15 @@ def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases
 
 RESUMED = [
     {"actor": "tp2", "critic": "fsdp", "reference": "pp2", "reward": "dp"},
-    {"actor": "fsdp", "critic": "pp2", "reference": "fsdp"},
     {"actor": "tp2", "critic": "external", "reference": "fsdp"},
 ]
 
 
-@pytest.mark.parametrize("layouts", in_tiers(RESUMED[:1], RESUMED[2:], RESUMED), ids=str)
+@pytest.mark.parametrize("layouts", slow_but(RESUMED[:1], RESUMED), ids=str)
 def test_resume_is_bitwise(models, tmp_path, layouts):
     configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
     (tmp_path / "shared").mkdir()
     run("resume_is_bitwise", configs, path=str(tmp_path / "checkpoints"), folder=str(tmp_path / "shared"))
-
-
-def test_other_layouts_go_on(models, tmp_path):
-    """From two processes to one, from the folder and from its copy at a URL."""
-    path, remote = str(tmp_path / "a"), f"file://{tmp_path}/remote"
-    folders = {"folder": models(), "critic_folder": models(head="value")}
-    expected = run("save_after_two", roles(**folders, actor="tp2", critic="fsdp"), path=path, remote=remote)
-    for options in ({"path": path}, {"path": str(tmp_path / "b"), "remote": remote}):
-        found = run("go_on", roles(**folders, actor="dp", critic="fsdp"), 1, **options)
-        for a, b in zip(flat(found), flat(expected), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_other_roles_are_refused_by_name(models, tmp_path):
@@ -57,9 +44,8 @@ def test_other_roles_are_refused_by_name(models, tmp_path):
         f"{step}: has no reference (it has actor, critic), and this run has one",
         actor="dp", critic="fsdp", reference="dp",
     )  # fmt: skip
-    refused(f"{step}/critic: was saved by the fsdp engine", actor="dp", critic="dp")
-    refused("set critic.engine.backend to fsdp", actor="dp", critic="dp")
-    refused("holds the roles of `mrl ppo`", actor="dp", alone=True)
+    both_engines = "was saved by the fsdp engine and this is the megatron engine; set critic.engine.backend to fsdp"
+    refused(f"{step}/critic: {both_engines}", actor="dp", critic="dp")
     refused("holds the roles of `mrl ppo`", actor="fsdp", alone=True)
     one = str(tmp_path / "one")
     run("save_of_one_model", roles(models(), actor="dp"), 1, path=one)
@@ -68,36 +54,13 @@ def test_other_roles_are_refused_by_name(models, tmp_path):
     os.truncate(f"{damaged}/critic/state.pt", 10)
     refused("damaged: critic/state.pt has 10 bytes", case_path=damaged, actor="dp", critic="fsdp")
     reward_too = roles(**folders, actor="dp", critic="fsdp", reward="dp")
-    assert run("go_on", reward_too, 1, path=path)  # the reward model is no part of it
-
-
-def test_a_kill_while_saving_leaves_the_last_one(models, tmp_path):
-    left = run(
-        "a_kill_while_saving_leaves_the_last_one", roles(models(), actor="tp2", critic="fsdp"), path=str(tmp_path)
-    )
-    assert left == [".tmp-step_00000002", "latest", "step_00000001", "latest", "step_00000003"]
-
-
-def test_the_best_checkpoint_stays(models, tmp_path):
-    run(
-        "keeps_the_best", roles(models(), actor="dp"), 1, path=str(tmp_path / "local"), remote=f"file://{tmp_path}/remote"
-    )  # fmt: skip
-    for folder in ("local", "remote"):
-        assert sorted(os.listdir(tmp_path / folder)) == ["latest", "step_00000002", "step_00000004"]
+    run("loads", reward_too, 1, path=path)  # the reward model is no part of it
 
 
 # -- weights from one role to another ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("actor", "reference", "dtype"),
-    [
-        ("tp2", "fsdp", "bfloat16"),
-        ("fsdp", "pp2", "float32"),
-        ("tp2", "external", "bfloat16"),
-        ("external", "fsdp", "float32"),
-    ],
-)
+@pytest.mark.parametrize(("actor", "reference", "dtype"), [("fsdp", "pp2", "float32"), ("tp2", "external", "bfloat16")])
 def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
     configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})
     run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))

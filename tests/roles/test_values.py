@@ -78,7 +78,7 @@ TWICE = TIGHT + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
 TEMPLATES = [CHATML, CHATML + "{# the same in another string #}", TIGHT, TWICE, OTHER_TEMPLATE]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, "dp"), (2, "pp2"), (2, "fsdp")])
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "pp2"), (2, "fsdp")])
 def test_a_conversation_scores_as_in_transformers(models, tmp_path, world_size, layout):
     """Whatever string its template is, and whatever token pads: another one, the one that ends a turn, none."""
     configs = reward(models, layout)

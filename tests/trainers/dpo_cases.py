@@ -39,10 +39,13 @@ def passes(config: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     return found
 
 
-def log_prob(model: torch.nn.Module, ids: list[int], mask: list[int]) -> Tensor:
-    """The answer's, in float64."""
-    logits = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-    of_labels = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+def log_prob(model: Any, ids: list[int], mask: list[int], images: Mapping[str, Any]) -> Tensor:
+    """The answer's, in float64. images: what a model that reads images gets of them."""
+    tokens = torch.tensor([ids])
+    if hasattr(model.config, "image_token_id"):
+        images = {**images, "mm_token_type_ids": (tokens == model.config.image_token_id).int()}
+    logits = model(tokens, **images).logits[0, :-1].double().log_softmax(-1)
+    of_labels = logits.gather(1, tokens[0, 1:, None])[:, 0]
     return of_labels[torch.tensor(mask[1:], dtype=torch.bool)].sum()
 
 
@@ -54,5 +57,6 @@ def kl_of_others(model: Any, reference: Any, answers: list) -> float:
         for i, j in zip(order, [*order[1:], order[0]], strict=True):
             begin, prompt = len(answers[j].prompt), answers[i].prompt
             ids, mask = prompt + answers[j].ids[begin:], [0] * len(prompt) + answers[j].mask[begin:]
-            kl += float(log_prob(model, ids, mask) - log_prob(reference, ids, mask)) / len(order)
+            of_both = (log_prob(of, ids, mask, answers[i].multi_modal_inputs) for of in (model, reference))
+            kl += float(next(of_both) - next(of_both)) / len(order)
     return max(0.0, kl)

@@ -15,7 +15,9 @@ from mrl.trainers import dpo, teacher
 from mrl.trainers.reference import AnswerCache
 from mrl.trainers.teacher_cache import TopCache
 from mrl.weights import pt_file
-from tests.trainers.kills import TRAIN
+from tests.trainers import cases, dpo_cases
+
+TRAIN = {"sft": cases.train, "dpo": dpo_cases.train}
 
 
 def train(

@@ -22,8 +22,7 @@ from tests.trainers.rl import tiny_policies
 from tests.trainers.test_sft import CASE, train
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path, backend):
+def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path):
     """Whatever template the source has: in tokenizer_config.json, in its file, or several by name."""
     model, template = tmp_path / "model", tmp_path / "mine.jinja"
     shutil.copytree(inputs / "model", model)
@@ -35,8 +34,8 @@ def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path
     template.write_text("{# mine \u00e9 #}" + source)
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
     config = tiny_runs.make_config(
-        inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend},
-        data={"chat_template": str(template)}, train={"steps": 1}, optimizer={"warmup_steps": 0},
+        inputs, tmp_path / "run", model={"path": str(model)}, data={"chat_template": str(template)},
+        train={"steps": 1}, optimizer={"warmup_steps": 0},
     )  # fmt: skip
     assert train(config) == ("done", "")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template.read_text()
@@ -44,8 +43,7 @@ def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, world):
+def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path):
     """Half of the rows are too long: five of the ten in batches of two are three steps, also for the one that goes on."""
     lines = (inputs / "train.jsonl").read_text().splitlines()
     lines[1::2] = [json.dumps(tiny_runs.chat([1] * 40))] * 5
@@ -54,9 +52,9 @@ def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, wor
     config = tiny_runs.make_config(
         inputs, tmp_path / "run", data=data, train={"steps": None, "epochs": 1, "global_batch_size": 2}
     )
-    kind, _, _ = run_case(world, CASE, config=config, happening="signals", step=2)
+    kind, _, _ = run_case(2, CASE, config=config, happening="signals", step=2)
     assert kind == "stopped"
-    kind, message, said = run_case(world, CASE, config=config)
+    kind, message, said = run_case(2, CASE, config=config)
     assert (kind, message) == ("done", "")
     assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epoch" in said
     assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2, 3]
@@ -86,16 +84,36 @@ def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_
     kind, message = train(config, world, happening="remote_fails", times=failures)
     if failures == 99:
         saved = tmp_path / "run" / "checkpoints" / "step_00000003"
-        assert kind == "CheckpointError" and message.startswith(
-            f"checkpoint.remote: {saved} cannot be copied to file://"
-        )
-        assert (
-            "no route" in message and f"{saved} is whole" in message and not (tmp_path / "remote" / "latest").exists()
-        )
+        says = f"checkpoint.remote: {saved} cannot be copied to file://"
+        assert kind == "CheckpointError" and message.startswith(says)
+        assert "no route" in message and f"{saved} is whole" in message
+        assert not (tmp_path / "remote" / "latest").exists()
         kind, message = train(config, world)
     assert (kind, message) == ("done", "")
     assert (tmp_path / "remote" / "latest").read_text() == "step_00000008\n"
     assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "rl"])
+def test_a_teacher_or_reference_of_another_vocabulary_is_refused_by_the_token_that_differs(tmp_path, command):
+    """Its log-probs would be those of another text."""
+    tiny_policies.make_inputs(tmp_path)
+    file = shutil.copytree(tmp_path / "other", tmp_path / "seven") / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7": ', '"seven": '))
+    key = "teacher" if command == "sft" else "reference"
+    make, case = (
+        (tiny_runs, f"{'' if command == 'sft' else 'dpo_'}cases") if command != "rl" else (tiny_policies, "rl.cases")
+    )
+    sections = {key: {"model": {"path": str(tmp_path / "seven")}}} | (
+        {"loss": {"name": "dpo"}} if command == "dpo" else {}
+    )
+    kind, said, _ = run_case(
+        1, f"tests.trainers.{case}:train", config=make.make_config(tmp_path, tmp_path / "run", **sections)
+    )
+    assert kind == "ConfigError" and f"{key}.model.path: value" in said and "\n" not in said
+    of = "actor.model.path" if command == "rl" else "model.path"
+    assert f"has another vocabulary than {of}: 2 tokens differ" in said and "no token there and id" in said
+    assert said.endswith(f"give a {key} with the same tokenizer")
 
 
 def without_a_weight(model: pathlib.Path, folder: pathlib.Path) -> str:

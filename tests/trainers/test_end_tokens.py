@@ -42,7 +42,7 @@ def sft(config):
     return said
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "export": "adapter"}, {"rank": 2, "export": "merged"}])
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "export": "adapter"}])
 def test_exports_and_conversions_name_the_end_of_turns_beside_the_eos(inputs, tmp_path, lora):
     eos, end = as_base(inputs / "model", tmp_path / "model")
     config = tiny_runs.make_config(

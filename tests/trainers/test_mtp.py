@@ -16,17 +16,14 @@ from mrl.data.preferences import PreferenceDataset
 from tests.convert.cases import load_folder
 from tests.engine import mtp
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers
+from tests.tiers import slow_but
 from tests.trainers import test_dpo, tiny_runs
 
 ROWS, STEPS = 4, 2
 MEGATRON = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}}
 LAYOUTS = {
     "pairs": ("dpo", 1, {}, {}),
-    "kto, by one": ("kto", 1, {"micro_batch": {"size": 1}}, {}),
-    "orpo, tp2, padded": ("orpo", 2, {"parallel": {"tp": 2}}, {"packing": False}),
-    "simpo, pp2": ("simpo", 2, {"parallel": {"pp": 2}}, {}),
-    "ipo, cp2": ("ipo", 2, {"parallel": {"cp": 2}}, {}),
+    "simpo, pp2, padded": ("simpo", 2, {"parallel": {"pp": 2}}, {"packing": False}),
     "kto, dp2": ("kto", 2, {"micro_batch": {"size": 4}}, {}),
 }
 
@@ -39,7 +36,7 @@ def places(tmp_path_factory):
     mtp.make_model(str(place / "model"), "glm4_moe", layers=2, vocab=len(tokenizer))
     tokenizer.save_pretrained(place / "model")
     rows = [test_dpo.pair(3 + i) | {"weight": 1.0 + (i == 1)} for i in range(ROWS)]
-    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny_runs.write_rows(place / "train.jsonl", rows)
     return place
 
 
@@ -56,7 +53,7 @@ def run(places, output, command="dpo", *, loss="dpo", world=1, engine=None, data
     return said, tiny_runs.steps(output), load_folder(str(output / "hf"))
 
 
-@pytest.mark.parametrize("case", in_tiers(["pairs"], list(LAYOUTS)[1::2], LAYOUTS))
+@pytest.mark.parametrize("case", slow_but(["pairs"], LAYOUTS))
 def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places, tmp_path, case):
     loss, world, engine, data = LAYOUTS[case]
     how = {"loss": loss, "world": world, "engine": engine, "data": data}
@@ -64,8 +61,7 @@ def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places
     other, others, without = run(places, tmp_path / "without", **how)
     losses = [row.pop("train/mtp_loss") for row in rows]
     assert losses[0] == pytest.approx(oracle(places, paired=loss != "kto"), rel=1e-6)
-    replicas = world > 1 and "parallel" not in engine or "cp" in engine.get("parallel", {})
-    if replicas:  # norms are sums over other parts of the parameters
+    if world > 1 and "parallel" not in engine:  # norms are sums over other parts of the parameters
         assert rows == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in others]
     else:
         assert rows == others and len(rows) == STEPS
@@ -88,9 +84,8 @@ def oracle(places, *, paired):
 
 def test_a_first_step_of_bad_answers_alone_teaches_them_nothing(places, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i >= ROWS} for i in range(2 * ROWS)]
-    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reference = {"reference": {"model": {"path": str(places / "model")}}}
-    data = {"train": str(tmp_path / "labels.jsonl")}
+    data = {"train": tiny_runs.write_rows(tmp_path / "labels.jsonl", rows)}
     said, steps, _ = run(places, tmp_path / "run", loss="kto", data=data, mtp_section={}, more=reference)
     assert steps[0]["train/mtp_loss"] == 0 < steps[1]["train/mtp_loss"]
     assert (

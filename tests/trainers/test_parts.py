@@ -33,25 +33,69 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 # ------------------------------------------------------------------------------------------------------------- console
 
 
-def test_plain_lines_have_step_loss_lr_tokens_mfu_seconds_and_eta(capsys):
-    plain = console.open_console("plain", enabled=True)
-    plain.start(4, 10)
-    plain.step(5, METRICS | {"perf/step_s": 2.04})
-    line = capsys.readouterr().out
-    assert line == "step 5/10  loss 1.2346  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 2.0  eta 0:00:10\n"
+OF_RL = (
+    "reward/mean", "eval/accuracy", "actor/kl", "actor/entropy", "actor/clip_fraction", "critic/explained_variance",
+    "rollout/finished", "rollout/response_length", "perf/step_s",
+)  # fmt: skip
+DISTILLED, KTO = (
+    {"train/loss": 0.1, "actor/loss": 0.1, "actor/sequence_kl": 43.21},
+    {"train/loss": 0.5, "rewards/chosen": 0.25, "rewards/rejected": -0.0001},
+)
+LINES = [
+    (METRICS | {"perf/step_s": 2.04}, "loss 1.2346  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 2.0  eta 0:00:10"),
+    # a policy's loss and training's tokens per second say nothing
+    (
+        METRICS | dict.fromkeys(OF_RL, 0.25) | {"actor/ratio": 1.0},
+        "reward 0.250  accuracy 25.0%  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
+        "length 0  lr 1e-05  mfu 42.1%  seconds 0.2  eta 0:00:01",
+    ),
+    # the KL of sequences where nothing is rewarded
+    (DISTILLED, "sequence kl 43.2  eta -"),
+    (DISTILLED | {"reward/mean": 0.5}, "reward 0.500  eta -"),
+    # kto has no margin; pairs have one, which says what both rewards do; zero has no sign
+    (KTO, "loss 0.5000  chosen 0.250  rejected 0.000  eta -"),
+    (KTO | {"rewards/margin": -0.0002}, "loss 0.5000  margin 0.000  eta -"),
+]
 
 
-def test_reinforcement_learning_shows_what_it_is_about(capsys):
-    """A policy's loss and training's tokens per second say nothing there."""
+@pytest.mark.parametrize("metrics, line", LINES)
+def test_a_line_of_a_step_shows_what_the_run_is_about(capsys, metrics, line):
     plain = console.open_console("plain", enabled=True)
     plain.start(4, 10)
-    names = ("reward/mean", "eval/accuracy", "actor/kl", "actor/entropy", "actor/clip_fraction", "critic/explained_variance",
-             "rollout/finished", "rollout/response_length", "perf/step_s")  # fmt: skip
-    plain.step(5, METRICS | dict.fromkeys(names, 0.25) | {"actor/ratio": 1.0})
-    assert capsys.readouterr().out == (
-        "step 5/10  reward 0.250  accuracy 25.0%  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
-        "length 0  lr 1e-05  mfu 42.1%  seconds 0.2  eta 0:00:01\n"
-    )
+    plain.step(5, metrics)
+    assert capsys.readouterr().out == f"step 5/10  {line}\n"
+
+
+def test_percent_is_of_rewards_that_are_0_or_1_alone(capsys):
+    """A mean of 0.75 is no share where values are 0.5 and 1."""
+    plain = console.open_console("plain", enabled=True)
+    plain.start(1, 10)
+    for row in (*OTHER, SHARE):
+        plain.step(2, row)
+    shown = ["held-out reward 0.751", "held-out reward 5.76", "accuracy 50.0%"]
+    assert capsys.readouterr().out.splitlines() == [f"step 2/10  {words}  eta -" for words in shown]
+
+
+OTHER = [{"eval/accuracy": 0.751, "eval/binary": 0.0}, {"eval/accuracy": 5.76, "eval/binary": 0.0}]
+SHARE = {"eval/accuracy": 0.5, "eval/binary": 1.0}
+REWARDED = [{"eval/accuracy": 0.245}, {"reward/mean": 0.3, "train/loss": 0.0, "actor/loss": 0.0}, {"actor/loss": 0.0}]
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ([*REWARDED, {"reward/mean": 0.7, "eval/accuracy": 0.66}], "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"),
+        ([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}], "loss 2.0000 -> 1.0000, eval 1.5000"),
+        ([DISTILLED, DISTILLED | {"actor/sequence_kl": 41.0}], "sequence kl 43.2 -> 41"),
+        ([DISTILLED, {"reward/mean": 0.5}], "reward 0.500"),
+        (OTHER, "held-out reward 0.751 -> 5.76"),
+        ([SHARE, OTHER[0]], "held-out reward 0.5 -> 0.751"),  # it stays a number once one evaluation had others
+        ([{"eval/accuracy": 5.76}], "held-out reward 5.76"),  # of a run of an older version
+        ([], ""),
+    ],
+)
+def test_the_end_says_what_metrics_came_to(rows, words):
+    assert console.figures(rows) == words
 
 
 def test_a_conversation_is_shown_with_who_said_what(capsys):
@@ -79,12 +123,8 @@ def test_the_eta_is_that_of_measured_steps(monkeypatch):
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
     clock = console._Clock(0, 10)
     assert clock.eta(0, {}) == "-"
-    assert [clock.eta(step, {"perf/step_s": 9.0}) for step in (1, 2, 3, 4)] == [
-        "0:01:21",
-        "0:00:16",
-        "0:00:35",
-        "0:00:24",
-    ]
+    every = [clock.eta(step, {"perf/step_s": 9.0}) for step in (1, 2, 3, 4)]
+    assert every == ["0:01:21", "0:00:16", "0:00:35", "0:00:24"]
 
 
 def test_no_wait_is_without_a_word(capsys):
@@ -116,32 +156,6 @@ def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
             break
     plain.close()
     assert seen == "sampling: 25% of the completions are whole (0 s so far)\n"
-
-
-def test_the_end_says_what_metrics_came_to():
-    rows = [{"eval/accuracy": 0.245}, {"reward/mean": 0.3, "train/loss": 0.0, "actor/loss": 0.0}, {"actor/loss": 0.0}]
-    assert console.figures([*rows, {"reward/mean": 0.7, "eval/accuracy": 0.66}]) == (
-        "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"
-    )
-    assert console.figures([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}]) == (
-        "loss 2.0000 -> 1.0000, eval 1.5000"
-    )
-    assert console.figures([]) == ""
-
-
-def test_percent_is_of_rewards_that_are_0_or_1_alone(capsys):
-    """A mean of 0.75 is no share where values are 0.5 and 1; it stays a number once one evaluation had others."""
-    plain = console.open_console("plain", enabled=True)
-    plain.start(1, 10)
-    other = [{"eval/accuracy": 0.751, "eval/binary": 0.0}, {"eval/accuracy": 5.76, "eval/binary": 0.0}]
-    share = {"eval/accuracy": 0.5, "eval/binary": 1.0}
-    for row in (*other, share):
-        plain.step(2, row)
-    shown = ["held-out reward 0.751", "held-out reward 5.76", "accuracy 50.0%"]
-    assert capsys.readouterr().out.splitlines() == [f"step 2/10  {words}  eta -" for words in shown]
-    assert console.figures(other) == "held-out reward 0.751 -> 5.76"
-    assert console.figures([share, other[0]]) == "held-out reward 0.5 -> 0.751"
-    assert console.figures([{"eval/accuracy": 5.76}]) == "held-out reward 5.76", "of a run of an older version"
 
 
 def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
@@ -206,9 +220,8 @@ def test_the_live_console_keeps_a_line_per_step_above_a_bar_and_ends_twice(monke
     live.close(), live.close()
     out = capsys.readouterr().out
     lines = [line.strip() for line in re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "\n", out).splitlines()]
-    assert (
-        "building the models" in out and "a line [bold]as it is[/bold]" in lines and "evaluating 3 of 8 prompts" in out
-    )
+    assert "building the models" in out and "evaluating 3 of 8 prompts" in out
+    assert "a line [bold]as it is[/bold]" in lines
     kept = [line for line in lines if line.startswith("step ")]
     assert kept[0].startswith("step 1/2  loss 1.2346  eval 0.5000") and kept[1].startswith("step 2/2  loss 1.2346")
 
@@ -264,15 +277,7 @@ def test_signals_are_remembered_and_handlers_put_back(signum):
 
 
 def config_of(output_dir: pathlib.Path, **section):
-    return from_dict(
-        {
-            "output_dir": str(output_dir),
-            "model": {"path": "m"},
-            "data": {"train": "d"},
-            "train": {"global_batch_size": 1},
-        }
-        | section
-    )
+    return from_dict(BASE | {"output_dir": str(output_dir)} | section)
 
 
 def make_checkpoint(root: pathlib.Path, step: int) -> str:
@@ -305,6 +310,9 @@ def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, comm
     run.prepare(config, f"mrl {command} c.yaml", ["algorithm: clip_low=0.2"])
     assert "\n# algorithm: clip_low=0.2\n" in run.config.read_text()
     assert f"`mrl {command}` takes this file" in run.config.read_text().splitlines()[0]
+    for word in ("mrl 0.", "python 3.", "torch 2.", "megatron-core ", "transformers ", "git:", f"mrl {command} c.yaml"):
+        assert word in run.config.read_text().split("output_dir:")[0], word
+    assert "betas:" in run.config.read_text(), "defaults are spelled out"
     assert load_config(run.config, root=root) == config
     make_checkpoint(run.checkpoints, 3)
     assert choose_start(run, config).step == 3
@@ -338,21 +346,8 @@ def test_auto_takes_the_newest_whole_checkpoint_and_says_so(tmp_path):
     assert start_of(tmp_path).step == 10
 
 
-def test_checkpoints_of_which_none_is_whole_are_refused_by_name(tmp_path):
-    """Starting anew would overwrite them, and metrics.jsonl."""
-    for step in (10, 20):
-        pathlib.Path(make_checkpoint(tmp_path / "checkpoints", step), "weights").write_text("damaged")
-    with pytest.raises(
-        CheckpointError, match=r"step_00000010: damaged: weights .*step_00000020: damaged: .*is whole: put"
-    ):
-        start_of(tmp_path)
-    (tmp_path / "foreign" / "checkpoints" / "step_00000003").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"step_00000003: not a whole checkpoint of mrl"):
-        start_of(tmp_path / "foreign")
-
-
 def test_a_checkpoint_that_a_load_found_damaged_is_passed_over(tmp_path):
-    """As one that looks damaged from outside is; one that the config names is refused, not replaced by another."""
+    """As one that looks damaged from outside is. Starting anew would overwrite them. One that the config names is refused."""
     older, newest = (make_checkpoint(tmp_path / "checkpoints", step) for step in (10, 20))
     run, config = RunDirectory(tmp_path), config_of(tmp_path)
     assert choose_start(run, config, {newest: "bad"}).checkpoint == older

@@ -36,7 +36,7 @@ def pairs(path: pathlib.Path, count: int, seed: int) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reward_model_of_planted_preferences_orders_held_out_pairs_and_steers_ppo(tmp_path):
     for name, make in (("rows", tiny_runs.make_inputs), ("policies", tiny_policies.make_inputs)):
         (tmp_path / name).mkdir()

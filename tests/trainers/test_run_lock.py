@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -22,39 +21,27 @@ from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
 
 HOLD = """
-import pathlib, sys, time
+import pathlib, sys
 from mrl.trainers.run_lock import RunLock
 lock = RunLock(pathlib.Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
-
-
-def hold(output_dir: pathlib.Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(output_dir)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
 
 
 def test_a_second_run_is_refused_with_who_has_it_and_goes_on_after_a_kill(tmp_path):
     output_dir = tmp_path / "runs" / "demo"
-    process = hold(output_dir)
-    try:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(output_dir)], **pipes) as process:
+        assert process.stdout.readline() == "held\n"
         with pytest.raises(ConfigError) as error:
             RunLock(output_dir, wait_s=0.2).acquire()
         pattern = (
             rf"output_dir: value '{output_dir}' is in use by another run \(process {process.pid} on \S+\); wait for it"
         )
         assert re.match(pattern, str(error.value)), error.value
-    finally:
-        end(process)
+        process.kill()
     lock = RunLock(output_dir)
     started = time.monotonic()
     lock.acquire()
@@ -129,13 +116,14 @@ def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, capl
 @pytest.mark.slow
 def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
     output_dir = tmp_path / "run"
-    process = hold(output_dir)
+    lock = RunLock(output_dir)
+    lock.acquire()
     try:
         ended, message, _ = run_case(2, "tests.trainers.cases:train", config=tiny_runs.make_config(inputs, output_dir))
-        assert ended == "ConfigError" and message.startswith("output_dir: ") and str(process.pid) in message
+        assert ended == "ConfigError" and message.startswith("output_dir: ") and str(os.getpid()) in message
         assert [p.name for p in output_dir.iterdir()] == [NAME]
     finally:
-        end(process)
+        lock.release()
     config = tiny_runs.make_config(inputs, output_dir, train={"steps": 3})
     assert run_case(2, "tests.trainers.cases:train", config=config)[0] == "done"
     assert {p.name for p in output_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "hf"}

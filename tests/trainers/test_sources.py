@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 from mrl.metric_names import is_metric
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import metrics_of, samples_of
+from tests.trainers.tiny_runs import assert_goes_on_to_the_bit, write_rows
 
 CASE = "tests.trainers.cases:train"
 STEPS = 6
@@ -23,9 +22,8 @@ STEPS = 6
 def data(inputs, tmp_path_factory) -> dict[str, Any]:
     """A section `data` of three sources in two forms, and two sets of evaluation rows."""
     folder = tmp_path_factory.mktemp("sources")
-    pairs = [{"q": f"{i}+{i}=", "a": str(2 * i)} for i in range(5)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    pairs_source = {"path": str(folder / "pairs.jsonl"), "columns": {"q": "prompt", "a": "completion"}}
+    pairs = write_rows(folder / "pairs.jsonl", [{"q": f"{i}+{i}=", "a": str(2 * i)} for i in range(5)])
+    pairs_source = {"path": pairs, "columns": {"q": "prompt", "a": "completion"}}
     return {
         "train": [
             {"path": str(inputs / "train.jsonl"), "weight": 0.5}, {**pairs_source, "weight": 0.3, "epochs": 1},
@@ -47,23 +45,17 @@ def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
     return run_case(world, CASE, config=config, **details)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mixture_is_resumed_bitwise_and_one_on_every_number_of_replicas(inputs, data, tmp_path, world):
-    assert run(world, config_of(inputs, tmp_path / "live", data))[:2] == ("done", "")
-    stopped = config_of(inputs, tmp_path / "stopped", data)
-    assert run(world, stopped, happening="signals", step=4)[0] == "stopped"
-    assert run(world, stopped)[:2] == ("done", "")
-    live = tiny_runs.steps(tmp_path / "live")
-    assert live == tiny_runs.steps(tmp_path / "stopped")
+def test_a_mixture_is_resumed_bitwise_and_one_on_every_number_of_replicas(inputs, data, tmp_path):
+    assert_goes_on_to_the_bit(CASE, lambda folder: config_of(inputs, folder, data), tmp_path, step=4, world=2)
+    live = tiny_runs.steps(tmp_path / "whole")
     last = live[-1]
     given = {name: last[f"data/{name}/rows"] for name in ("train", "pairs", "more")}
     assert sum(given.values()) == STEPS * tiny_runs.BATCH and given["pairs"] == 5 == 5 * last["data/pairs/epochs"]
     assert all(is_metric(name) for name in last)
-    if world == 2:
-        assert run(1, config_of(inputs, tmp_path / "alone", data))[:2] == ("done", "")
-        for ours, theirs in zip(live, tiny_runs.steps(tmp_path / "alone"), strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4)
-            assert all(ours[name] == theirs[name] for name in ours if name.startswith(("data/", "train/tokens")))
+    assert run(1, config_of(inputs, tmp_path / "alone", data))[:2] == ("done", "")
+    for ours, theirs in zip(live, tiny_runs.steps(tmp_path / "alone"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert all(ours[name] == theirs[name] for name in ours if name.startswith(("data/", "train/tokens")))
 
 
 def test_a_set_of_evaluation_rows_has_the_loss_that_it_has_alone(inputs, data, tmp_path):
@@ -126,10 +118,9 @@ def test_pairs_are_mixed_too_and_have_weights(inputs, tmp_path):
     """With log-probs of the reference that are computed once for all sources and sets."""
     pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 20)} for i in range(6)]
     others = [{"q": f"{i}+2=", "good": str(i + 2), "bad": str(i + 30), "weight": 0.5} for i in range(6)]
-    for name, rows in (("a", pairs), ("b", others)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_b = {"path": str(tmp_path / "b.jsonl"), "columns": {"q": "prompt", "good": "chosen", "bad": "rejected"}}
-    train = [{"path": str(tmp_path / "a.jsonl"), "weight": 1}, {**of_b, "weight": 2}]
+    columns = {"q": "prompt", "good": "chosen", "bad": "rejected"}
+    of_b = {"path": write_rows(tmp_path / "b.jsonl", others), "columns": columns}
+    train = [{"path": write_rows(tmp_path / "a.jsonl", pairs), "weight": 1}, {**of_b, "weight": 2}]
     data = {"train": train, "eval": {"one": train[0]["path"], "two": of_b}, "max_length": 64}
     config = config_of(inputs, tmp_path / "run", data, reference={"cache": True}) | {"loss": {"name": "dpo"}}
     assert run_case(1, "tests.trainers.dpo_cases:train", config=config)[:2] == ("done", "")
@@ -146,47 +137,23 @@ def tokens_of(rows: list[dict[str, str]]) -> int:
     return sum(len(row.get("chosen") or row["good"]) + 1 for row in rows)
 
 
-LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}, "dp2": {}}
-
-
-@pytest.fixture(scope="module")
-def on_one_process(inputs, data, tmp_path_factory) -> list[dict[str, float]]:
-    place = tmp_path_factory.mktemp("alone") / "run"
-    engine = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}}
-    assert run(1, config_of(inputs, place, data, engine=engine))[:2] == ("done", "")
-    return tiny_runs.steps(place)
-
-
-@pytest.mark.parametrize("layout", in_tiers([], ["cp2"], LAYOUTS))
-def test_a_mixture_is_one_on_every_layout(inputs, data, tmp_path, on_one_process, layout):
-    """The rows of every step to the number, its losses and gradient norms within the bounds of layouts."""
-    engine = {"backend": "megatron", "device": "cpu", "micro_batch": {"size": 2}, "parallel": LAYOUTS[layout]}
-    assert run(2, config_of(inputs, tmp_path, data, engine=engine))[:2] == ("done", "")
-    for ours, theirs in zip(tiny_runs.steps(tmp_path), on_one_process, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            exact = name.startswith("data/") or name in ("step", "train/tokens", "train/lr")
-            assert value == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
-
-
 @pytest.mark.slow
 def test_a_reward_model_of_several_sources_is_resumed_bitwise(inputs, tmp_path):
     """The padding that scores are read by is known of rows that are opened source by source."""
-    for name, first in (("a", 3), ("b", 40)):
+    train = []
+    for name, first, weight in (("a", 3, 1), ("b", 40, 3)):
         rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i + 20)} for i in range(first, first + 6)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train = [{"path": str(tmp_path / "a.jsonl"), "weight": 1}, {"path": str(tmp_path / "b.jsonl"), "weight": 3}]
+        train.append({"path": write_rows(tmp_path / f"{name}.jsonl", rows), "weight": weight})
     data = {"train": train, "eval": {"one": train[0]["path"], "two": train[1]["path"]}, "max_length": 64}
-    live, stopped = (
-        config_of(inputs, tmp_path / name, data) | {"loss": {"name": "bradley_terry"}} for name in ("live", "stopped")
-    )
-    stopped["checkpoint"] = {"export_hf": True}
-    assert run_case(1, "tests.trainers.rm_cases:train", config=live)[:2] == ("done", "")
-    assert run_case(1, "tests.trainers.rm_cases:train", config=stopped, happening="signals", step=4)[0] == "stopped"
-    ended, message, said = run_case(1, "tests.trainers.rm_cases:train", config=stopped)
-    assert (ended, message) == ("done", "") and "scores are read at the last token before the padding" in said
-    steps = tiny_runs.steps(tmp_path / "live")
-    assert steps == tiny_runs.steps(tmp_path / "stopped") and all(is_metric(name) for name in steps[-1])
+
+    def config(place: pathlib.Path) -> dict[str, Any]:
+        made = config_of(inputs, place, data) | {"loss": {"name": "bradley_terry"}}
+        return made | {"checkpoint": {"export_hf": True}}
+
+    said = assert_goes_on_to_the_bit("tests.trainers.rm_cases:train", config, tmp_path, step=4)
+    assert "scores are read at the last token before the padding" in said
+    steps = tiny_runs.steps(tmp_path / "whole")
+    assert all(is_metric(name) for name in steps[-1])
     assert (steps[-1]["data/a/rows"], steps[-1]["data/b/rows"]) == (6, 18)
     one, two = (steps[-1][f"eval/{name}/loss"] for name in ("one", "two"))
     assert steps[-1]["eval/loss"] == pytest.approx((one + two) / 2) and one != two

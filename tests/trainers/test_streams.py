@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from mrl.metric_names import is_metric
 from tests.data.web import Site, serving
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.cases:train"
@@ -21,8 +21,7 @@ STEPS = 9  # of 4 rows: 3 of 4 are of the stream, whose 17 rows end in step 6
 def site(inputs, tmp_path) -> Site:
     folder = tmp_path / "site"
     folder.mkdir()
-    rows = [tiny_runs.chat([200 + i] * (1 + i % 3)) for i in range(17)]
-    (folder / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny_runs.write_rows(folder / "web.jsonl", [tiny_runs.chat([200 + i] * (1 + i % 3)) for i in range(17)])
     with serving(folder) as made:
         yield made
 
@@ -44,12 +43,11 @@ def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_path, backend):
+def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_path):
     """Stopped in the middle of a block, on two processes and on one, and gone on with on either."""
 
     def config(name: str, **parallel: int) -> dict[str, Any]:
-        engine = {"backend": backend, "parallel": parallel}
+        engine = {"backend": "megatron", "parallel": parallel}
         return config_of(inputs, tmp_path / name, mixed(inputs, site), engine=engine)
 
     lives = {}
@@ -72,10 +70,9 @@ def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_p
     last = lives[1][-1]
     assert (last["data/web/rows"], last["data/web/epochs"], last["data/train/rows"]) == (27, 1, 9)
     assert all(is_metric(name) for name in last)
-    if backend == "megatron":
-        assert run(2, config("tp2", tp=2))[:2] == ("done", "")
-        for one, other in zip(tiny_runs.steps(tmp_path / "tp2"), lives[1], strict=True):
-            assert one == pytest.approx(other, rel=1e-3)
+    assert run(2, config("tp2", tp=2))[:2] == ("done", "")
+    for one, other in zip(tiny_runs.steps(tmp_path / "tp2"), lives[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(inputs, site, tmp_path):
@@ -98,16 +95,7 @@ def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(input
     assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "live")
 
 
-@pytest.mark.parametrize(
-    ("rank", "on_bad_row", "stream"),
-    [
-        (1, "skip", True),
-        (0, "stop", True),
-        (1, "stop", False),
-        pytest.param(0, "skip", True, marks=pytest.mark.nightly),
-        pytest.param(1, "stop", True, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("rank", "on_bad_row", "stream"), [(1, "skip", True), (0, "stop", True), (1, "stop", False)])
 def test_a_row_that_one_process_cannot_use_ends_all_with_its_line(inputs, site, tmp_path, rank, on_bad_row, stream):
     """With blocks of one row, for each of which the others wait for the process that reads. Skipping the row would not
     help: the batches of the processes would differ."""
@@ -124,11 +112,9 @@ def test_a_row_that_one_process_cannot_use_ends_all_with_its_line(inputs, site, 
     assert len(tiny_runs.steps(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("on_bad_row", ["stop", pytest.param("skip", marks=pytest.mark.nightly)])
-def test_a_first_row_that_one_process_cannot_read_ends_all(inputs, site, tmp_path, on_bad_row):
+def test_a_first_row_that_one_process_cannot_read_ends_all(inputs, site, tmp_path):
     """It tells the format, before any batch is made."""
-    data = {"stream": True, "on_bad_row": on_bad_row}
-    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data=data)
+    config = config_of(inputs, tmp_path / "run", site.url("web.jsonl"), data={"stream": True})
     kind, message, _ = run(2, config, happening="rank_cannot_read", rank=1, row=0, method="_row")
     assert (kind, message.partition(" can: ")[0]) == (
         "DataError",
@@ -136,20 +122,20 @@ def test_a_first_row_that_one_process_cannot_read_ends_all(inputs, site, tmp_pat
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "loss", "row"),
-    [
-        ("dpo", "dpo", {"prompt": "{}+1=", "chosen": "{}", "rejected": "1{}"}),
-        ("rm", "regression", {"prompt": "{}+1=", "completion": "{}", "score": 0.5}),
-    ],
-)
+ANSWERS = [
+    ("dpo", "dpo", {"prompt": "{}+1=", "chosen": "{}", "rejected": "1{}"}),
+    ("rm", "regression", {"prompt": "{}+1=", "completion": "{}", "score": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("command", "loss", "row"), slow_but(ANSWERS[:1], ANSWERS))
 def test_answers_are_streamed_too(inputs, site, tmp_path, command, loss, row):
     """Equal to the same rows that are not streamed, in the order of the file."""
     rows = [{k: v.format(i) if isinstance(v, str) else v for k, v in row.items()} for i in range(12)]
-    (site.folder / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    tiny_runs.write_rows(site.folder / "rows.jsonl", rows)
     for name, path, stream in (("web", site.url("rows.jsonl"), True), ("file", str(site.folder / "rows.jsonl"), False)):
         data = {"stream": stream, "shuffle": False}
         config = config_of(inputs, tmp_path / name, path, data=data) | {"loss": {"name": loss}}
-        config["train"] = {"steps": 5, "global_batch_size": 4}
+        config["train"] = {"steps": 4, "global_batch_size": 4}
         assert run_case(1, f"tests.trainers.{command}_cases:train", config=config)[:2] == ("done", "")
     assert tiny_runs.steps(tmp_path / "web") == tiny_runs.steps(tmp_path / "file")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from mrl import metrics
+from tests.engine.harness import run_case
 
 REPO = pathlib.Path(__file__).parents[2]
 TRAIN_ROWS, EVAL_ROWS, BATCH = 10, 7, 4
@@ -36,8 +39,17 @@ def make_inputs(folder: pathlib.Path) -> None:
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     for name, first, count in (("train", 0, TRAIN_ROWS), ("eval", 100, EVAL_ROWS)):
-        rows = [chat([first + i] * (1 + i % 3)) for i in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", [chat([first + i] * (1 + i % 3)) for i in range(count)])
+
+
+def write_rows(path: pathlib.Path, rows: Iterable[Any]) -> str:
+    """Writes a JSON line for each row. Returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_rows(path: pathlib.Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def chat(numbers: list[int]) -> dict:
@@ -75,3 +87,38 @@ def steps(output_dir: pathlib.Path) -> list[dict[str, float]]:
     """metrics.jsonl without timings and memory."""
     rows = metrics.read(pathlib.Path(output_dir) / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+
+def numbers(output_dir: pathlib.Path) -> list[float]:
+    """The losses of a run's steps, then their gradients' norms, of which AdamW would not show a common factor."""
+    return [row[name] for name in ("train/loss", "train/grad_norm") for row in steps(output_dir)]
+
+
+def adamw_numbers(
+    model: torch.nn.Module, count: int, loss_of: Callable[[int], Tensor], eps: float = 1e-8
+) -> list[float]:
+    """What `numbers` has of a run, by torch's AdamW. loss_of: of a step, from 0 on."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=eps, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(count):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses + norms
+
+
+def assert_goes_on_to_the_bit(
+    case: str, config_of: Callable[[pathlib.Path], dict[str, Any]], folder: pathlib.Path, *, step: int, world: int = 1
+) -> str:
+    """Runs `folder/whole`, and `folder/stopped`, which a signal stops at a step and which goes on: their metrics are equal.
+    Returns what the run says that goes on."""
+    whole, stopped = config_of(folder / "whole"), config_of(folder / "stopped")
+    assert run_case(world, case, config=whole)[:2] == ("done", "")
+    assert run_case(world, case, config=stopped, happening="signals", step=step)[0] == "stopped"
+    ended, message, said = run_case(world, case, config=stopped)
+    assert (ended, message) == ("done", "")
+    assert steps(folder / "stopped") == steps(folder / "whole")
+    return said

@@ -37,6 +37,7 @@ from mrl.trainers import ppo, signals
 from mrl.trainers.rl import experience, prepare, roles
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.launched import LaunchedRollouts
+from mrl.trainers.rl.trainer import trainer_of
 from tests.engine import te_like
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
@@ -75,6 +76,18 @@ def held_after(config: Mapping[str, Any]) -> list[str]:
         return [type(held).__name__ for held in gc.get_objects() if isinstance(held, BaseEngine)]
     finally:
         gc.enable()
+
+
+def held_by_role(config: Mapping[str, Any]) -> dict[str, int]:
+    """Elements of all parameters that each role's engine holds on this rank; a role without an engine is not there."""
+    with trainer_of(from_dict(config, PPOConfig)) as trainer:
+        trainer.dispatch.init_model()
+        assert "reference" in trainer.folders, "the run has a reference"
+        held: dict[str, int] = {}
+        for role, engine in trainer.dispatch.engines.items():
+            models = engine.model.chunks if engine.backend == "megatron" else [engine.model.module]
+            held[role] = sum(parameter.numel() for model in models for parameter in model.parameters())
+        return held
 
 
 @contextlib.contextmanager
@@ -234,15 +247,10 @@ def steps_take(seconds: float) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL", after_rollout: bool = False) -> Iterator[None]:
-    """A signal to a process as `step` begins to train, or once the rollout that is launched then is whole.
-
-    pid: None is this process.
-    """
+def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL") -> Iterator[None]:
+    """A signal to a process as `step` begins to train. pid: None is this process."""
 
     def at_step(trainer: Any, *_: Any) -> None:
-        if after_rollout and trainer.progress.step + 1 == step:
-            trainer.launched.state_to_come(holds=True)()
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
             os.kill(os.getpid() if pid is None else pid, getattr(signal, name))
 
@@ -276,32 +284,23 @@ def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried_at(step: int, pid: int) -> Iterator[None]:
-    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
+def hurried_at(step: int, pid: int, sync: bool = False) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice. sync: as servers are about to get
+    the weights that `step` is the first to change."""
+    now: set[bool] = set()
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
-            hang_and_hurry(pid)
-
-    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
-        yield
-
-
-@contextlib.contextmanager
-def hurried_at_sync(step: int, pid: int) -> Iterator[None]:
-    """As `hurried_at`, as servers are about to get the weights that `step` is the first to change."""
-    now: set[bool] = set()
-
-    def at_take(trainer: Any, *_: Any) -> None:
-        if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
             now.add(True)
+            if not sync:
+                hang_and_hurry(pid)
 
     def at_sync(*_: Any) -> None:
         if now:
             hang_and_hurry(pid)
 
-    take = before(ppo, "take_launched", at_take), before(Fleet, "send", at_sync)
-    with take[0], take[1], mock.patch.object(signals, "APART_S", 0.2):
+    comes = before(ppo, "take_launched" if sync else "one_step", at_step)
+    with comes, before(Fleet, "send", at_sync), mock.patch.object(signals, "APART_S", 0.2):
         yield
 
 
@@ -365,7 +364,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
-        killed_at, hurried_at, hurried_at_take, hurried_at_sync, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip

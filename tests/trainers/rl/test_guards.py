@@ -16,11 +16,9 @@ from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers, slow_but
+from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
-
-MEGATRON_TP2 = {"engine": engine("megatron", tp=2)}
 
 
 def train(config, world=1, **kwargs):
@@ -34,33 +32,22 @@ def fails(config, world=1, **kwargs):
     return message
 
 
-def no_step_of(folder):
-    return not (folder / "metrics.jsonl").exists() or tiny_policies.metrics_of(folder) == []
-
-
 # -- the first rollout -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "actor"), [(1, {}), (2, MEGATRON_TP2)], ids=["fsdp", "tp2"])
-def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path, world, actor):
-    config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor)
-    message = fails(config, world, happening="sampler_is_off", temperature=0.9)
-    assert re.match(
-        r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\)\. The ",
-        message,
-    )
+def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path):
+    """Such a run starts again, and without guards it goes on."""
+    config = tiny_policies.make_config(inputs, tmp_path / "run", actor={"engine": engine("megatron", tp=2)})
+    off, log = {"happening": "sampler_is_off", "temperature": 0.9}, tmp_path / "run" / "metrics.jsonl"
+    message = fails(config, 2, **off)
+    pattern = r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\)\. The "
+    assert re.match(pattern, message)
     assert message.endswith("report this, or set train.guards to false to go on")
-    assert no_step_of(tmp_path / "run")
-
-
-def test_a_stopped_run_starts_again_and_without_guards_it_goes_on(inputs, tmp_path):
-    config = tiny_policies.make_config(inputs, tmp_path / "run")
-    off = {"happening": "sampler_is_off", "temperature": 0.9}
-    fails(config, **off)
+    assert not log.exists() or tiny_policies.metrics_of(tmp_path / "run") == []
     unguarded = tiny_policies.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
-    assert train(unguarded, **off)[0] == "done"
+    assert train(unguarded, 2, **off)[0] == "done"
     assert tiny_policies.metrics_of(tmp_path / "unguarded")[0]["rollout/logprob_gap_max"] > 1e-2
-    assert train(config)[0] == "done"
+    assert train(config, 2)[0] == "done"
     assert tiny_policies.metrics_of(tmp_path / "run")[0]["rollout/logprob_gap_max"] < 1e-5
 
 
@@ -78,11 +65,9 @@ def test_a_reference_with_other_weights_under_the_same_path(inputs, tmp_path, na
 @pytest.mark.parametrize("broken", [False, True])
 def test_beside_a_reference_with_the_actors_weights_other_teachers_may_differ(inputs, tmp_path, broken):
     """The reference's own rows are still compared."""
-    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
-    rows = [{**row, "teacher": "second"} if i % 2 else row for i, row in enumerate(rows)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, file = tiny_policies.rows_of_two(inputs, tmp_path, 2)
     config = tiny_policies.make_config(
-        inputs, tmp_path / "run", "opd", data={"train": str(tmp_path / "rows.jsonl")}, train={"steps": 1},
+        inputs, tmp_path / "run", "opd", data={"train": file}, train={"steps": 1},
         algorithm={"mini_batch_size": tiny_policies.SEQUENCES},
         reference={"model": {"path": str(inputs / "model")}, "others": {"second": {"model": {"path": str(inputs / "other")}}}},
     )  # fmt: skip
@@ -103,14 +88,6 @@ def test_advantages_that_do_not_add_up_to_zero(inputs, tmp_path, name, where):
     assert re.fullmatch(rf"the advantages {where} add up to 0\.0\d+, not to 0; report this", message)
 
 
-def with_dropout(inputs, tmp_path):
-    """A copy of the model whose config.json has a dropout."""
-    folder = shutil.copytree(inputs / "model", tmp_path / "dropout")
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"attention_dropout": 0.3}))
-    return folder
-
-
 def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_path):
     config = tiny_policies.make_config(inputs, tmp_path / "run", reward={"model": {"path": str(inputs / "other")}})
     ended, message, _ = train(config)
@@ -121,11 +98,13 @@ def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_pat
 # -- the first update ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", slow_but(["megatron"], ["megatron", "fsdp"]))
-def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
+def test_trap_18_dropout_in_config_json(inputs, tmp_path):
     """Without the check the run goes on: what it samples and compares with is free of dropout, only the updates have it."""
-    actor = {"model": {"path": str(with_dropout(inputs, tmp_path))}, "engine": engine(backend)}
-    config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor, train={"steps": 4})
+    folder = shutil.copytree(inputs / "model", tmp_path / "dropout")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"attention_dropout": 0.3}))
+    actor = {"model": {"path": str(folder)}, "engine": engine("megatron")}
+    config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor)
     message = fails(config)
     assert re.match(r"before the first update \d+ of \d+ ratios are not 1 \(log-probs differ by up to ", message)
     assert "Set a dropout of config.json to 0" in message
@@ -159,9 +138,7 @@ def test_a_fault_in_the_second_step_leaves_the_checkpoint_of_the_first(inputs, t
     assert message.startswith("step 2: the step did not train the critic as it should: ") and "gate_proj" in message
     assert message.endswith(f"; {tmp_path / 'run' / 'checkpoints' / 'step_00000001'} holds the very state that failed")
     assert train(config)[0] == "done"
-    whole = tiny_policies.merge(config, {"output_dir": str(tmp_path / "whole")})
-    assert train(whole)[0] == "done"
-    assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
+    assert [row["step"] for row in tiny_policies.metrics_of(tmp_path / "run")] == [1, 2]
 
 
 # -- what is right ---------------------------------------------------------------------------------------------------------
@@ -174,21 +151,16 @@ def rewards(tmp_path, body):
     return {"functions": [{"function": f"{file}:score"}], "workers": 1}
 
 
-@pytest.mark.parametrize(
-    "name", in_tiers(["grpo"], ["ppo", "remax"], ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"])
-)
+@pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = tiny_policies.make_config(
         inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
     )
     ended, message, said = train(config)
     assert (ended, message) == ("done", "")
-    beside = {"grpo": "nothing but the KL", "dr_grpo": "nothing", "rloo": "nothing"}.get(
-        name
-    )  # rloo: before there is a KL
     lines = [line for line in said.splitlines() if "rewards are equal" in line]
-    expected = f"step 1: every group's rewards are equal: this rollout trains {beside}; if it stays so, "
-    assert len(lines) == bool(beside) and all(line.startswith(expected) for line in lines), said
+    expected = "step 1: every group's rewards are equal: this rollout trains nothing but the KL; if it stays so, "
+    assert len(lines) == (name == "grpo") and all(line.startswith(expected) for line in lines), said
 
 
 def test_equal_rewards_are_said_once_and_of_every_tenth_rollout_in_a_row():

@@ -41,20 +41,18 @@ def test_freed_memory_goes_back_to_the_system():
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_models_end_with_the_run(backend, tmp_path):
+def test_models_end_with_the_run(inputs, backend, tmp_path):
     """The garbage collector counts objects, and not the memory of a GPU."""
-    tiny_policies.make_inputs(tmp_path)
     parts = {"train": {"steps": 2}, "checkpoint": {"export_hf": False}, "actor": {"engine": {"backend": backend}}}
-    config = tiny_policies.make_config(tmp_path, tmp_path / "run", **parts)
+    config = tiny_policies.make_config(inputs, tmp_path / "run", **parts)
     assert run_case(1, "tests.trainers.rl.cases:held_after", config=config) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not GLIBC, reason="another C library, of which nothing is asked")
-def test_the_last_quarter_of_3000_steps_takes_what_the_second_took(tmp_path):
-    tiny_policies.make_inputs(tmp_path)
+def test_the_last_quarter_of_3000_steps_takes_what_the_second_took(inputs, tmp_path):
     config = tiny_policies.make_config(
-        tmp_path, tmp_path / "run", train={"steps": STEPS}, checkpoint={"export_hf": False}
+        inputs, tmp_path / "run", train={"steps": STEPS}, checkpoint={"export_hf": False}
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     run = subprocess.Popen(

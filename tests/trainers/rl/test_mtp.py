@@ -13,11 +13,10 @@ import torch
 
 from mrl.batch import make_batch
 from tests.engine import mtp
-from tests.engine.harness import run_case
-from tests.tiers import in_tiers, nightly_but
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import test_layouts, tiny_policies
-from tests.trainers.rl.tiny_policies import SEQUENCES, VOCAB, engine
+from tests.trainers.rl.tiny_policies import SEQUENCES, VOCAB, engine, train
 
 STEPS, TEMPERATURE = 3, 0.8
 LOSS = "actor/mtp_loss"
@@ -44,12 +43,6 @@ def config_of(inputs, folder, output, name="grpo", chosen=None, trains=True, **c
     return config
 
 
-def train(config, world=1, ended="done", **happening):
-    found = run_case(world, "tests.trainers.rl.cases:train", config=config, **happening)
-    assert found[0] == ended, found
-    return found[2]
-
-
 def sampled(output):
     """The sequences of the first iteration, as a batch."""
     rows = tiny_policies.samples_of(output)["step_00000001.jsonl"]
@@ -57,19 +50,10 @@ def sampled(output):
     return make_batch([row["tokens"] for row in rows], [row["mask"] for row in rows])
 
 
-@pytest.mark.parametrize(
-    ("name", "chosen", "changes"),
-    in_tiers(
-        [("grpo", engine("megatron"), {"reference": {"update_every": 1}})],
-        [("ppo", engine("megatron", size=1), {})],
-        [
-            ("grpo", engine("megatron"), {"reference": {"update_every": 1}}),
-            ("ppo", engine("megatron", size=1), {}),
-            ("grpo", engine("megatron", size=2), {"data": {"packing": False}}),
-        ],
-    ),
-)
-def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name, chosen, changes):
+@pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
+def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name):
+    chosen = engine("megatron", size=1 if name == "ppo" else 3)
+    changes = {} if name == "ppo" else {"reference": {"update_every": 1}}
     said = train(config_of(inputs, folder, tmp_path / "with", name, chosen, **changes))
     train(config_of(inputs, folder, tmp_path / "without", name, chosen, trains=False, **changes))
     rows, others = (tiny_policies.metrics_of(tmp_path / run) for run in ("with", "without"))
@@ -90,35 +74,9 @@ def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name, chos
 
 
 @pytest.mark.slow
-def test_stopped_after_a_step_it_goes_on_bitwise(inputs, folder, tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(config_of(inputs, folder, whole))
-    train(config_of(inputs, folder, stopped), ended="stopped", happening="forwards_are_counted", stop_after=2)
-    assert len(tiny_policies.metrics_of(stopped)) == 1
-    train(config_of(inputs, folder, stopped))
-    assert tiny_policies.metrics_of(stopped) == tiny_policies.metrics_of(whole)
-    assert LOSS in tiny_policies.metrics_of(whole)[-1]
-    weights = tiny_policies.weights_of(whole / "hf")
-    assert all(torch.equal(w, weights[n]) for n, w in tiny_policies.weights_of(stopped / "hf").items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chosen",
-    nightly_but(
-        [engine("megatron", cp=2)],
-        [
-            engine("megatron", tp=2),
-            engine("megatron", size=2, pp=2),
-            engine("megatron", cp=2),
-            engine("megatron", size=2),
-        ],
-    ),
-    ids=["tp2", "pp2", "cp2", "dp2"],
-)
-def test_an_iteration_is_the_same_on_two_processes(inputs, folder, tmp_path, chosen):
+def test_an_iteration_is_the_same_on_two_processes(inputs, folder, tmp_path):
     two_steps = {"algorithm": {"mini_batch_size": SEQUENCES // 2}, "train": {"steps": 2}}
-    for place, world, of in ((tmp_path / "one", 1, None), (tmp_path / "two", 2, chosen)):
+    for place, world, of in ((tmp_path / "one", 1, None), (tmp_path / "two", 2, engine("megatron", cp=2))):
         train(config_of(inputs, folder, place, chosen=of, **two_steps), world)
     one, two = (tiny_policies.metrics_of(tmp_path / place) for place in ("one", "two"))
     assert all(LOSS in row for row in one)

@@ -20,24 +20,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine import harness
 from tests.forks import Forked, forks
-from tests.tiers import slow_but
 from tests.trainers.rl import cases, tiny_policies
-from tests.trainers.rl.test_launched import export, made_of
+from tests.trainers.rl.test_launched import PER_ITERATION, export, made_of, make_config
 from tests.trainers.tiny_runs import REPO, steps
 
-PER_ITERATION = 2
 MEGATRON = tiny_policies.engine("megatron") | {"layer_spec": "local"}
 
 
 def start(inputs, output_dir, processes, **changes) -> Forked:
-    parts = {
-        "rollout": {"async_level": 1, "ranks": 1},
-        "train": {"steps": 8, "eval_every": PER_ITERATION},
-        "data": {"eval": str(inputs / "eval.jsonl")},
-        "checkpoint": {"export_hf": False, "every": PER_ITERATION, "keep": 20},
-        "log": {"samples": {"every": 1, "tokens": True}},
-    }
-    config = tiny_policies.merge(tiny_policies.make_config(inputs, output_dir, **parts), changes)
+    rollout = {"async_level": 1, "ranks": 1}
+    config = tiny_policies.merge(make_config(inputs, output_dir, rollout), changes)
     file = output_dir.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
     log = output_dir.parent / "log"
@@ -63,6 +55,7 @@ def whole(inputs, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_rollout_has_the_weights_of_the_rule(inputs, whole, tmp_path):
     samples = tiny_policies.samples_of(whole)
     for iteration in range(4):
@@ -93,6 +86,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
+@pytest.mark.slow
 def test_after_a_resume_both_worlds_have_the_layers_of_the_checkpoint(inputs, tmp_path):
     """There `auto` alone is local. A sampling rank that cannot have them says so."""
 
@@ -120,18 +114,9 @@ def test_after_a_resume_both_worlds_have_the_layers_of_the_checkpoint(inputs, tm
     assert run(6, "auto", sampler_has_te=False) == {1: f"actor.engine.layer_spec: {why} on all hosts, or set local"}
 
 
-@pytest.mark.parametrize(
-    "trained, sampled",
-    slow_but(
-        [],
-        [
-            (tiny_policies.engine(), {"ranks": 2}),
-            (MEGATRON | {"parallel": {"tp": 2}}, {"ranks": 2, "server": {"tp": 2}}),
-        ],
-    ),
-    ids=["fsdp dp2", "megatron tp2"],
-)
-def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path, trained, sampled):
+@pytest.mark.slow
+def test_two_ranks_train_and_two_sample(inputs, whole, tmp_path):
+    trained, sampled = MEGATRON | {"parallel": {"tp": 2}}, {"ranks": 2, "server": {"tp": 2}}
     ended(start(inputs, tmp_path / "run", 4, actor={"engine": trained}, rollout=sampled), tmp_path)
     (rows, samples), (expected, samples_of_one) = made_of(tmp_path / "run"), made_of(whole)
     for row, one in zip(rows, expected, strict=True):

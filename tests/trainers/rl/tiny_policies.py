@@ -5,7 +5,6 @@ The models draw from 23 tokens, a number that neither 2 nor a tile divides (trap
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
-from tests.trainers.tiny_runs import steps
+from tests.trainers.tiny_runs import read_rows, steps
 
 VOCAB, TRAIN_ROWS, EVAL_ROWS, SEQUENCES, MINI_BATCH = 23, 10, 3, 12, 6
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
@@ -30,12 +30,18 @@ def make_inputs(folder: pathlib.Path) -> None:
     _save(folder / "moe", tokenizer, "qwen3_moe", seed=0, **EXPERTS)
     _save(folder / "scorer", tokenizer, "qwen3", seed=2, head=AutoModelForSequenceClassification)
     for name, first, count in (("train", 0, TRAIN_ROWS), ("eval", 100, EVAL_ROWS)):
-        rows = [prompt([first + i] * (1 + i % 3)) for i in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tiny_runs.write_rows(folder / f"{name}.jsonl", [prompt([first + i] * (1 + i % 3)) for i in range(count)])
 
 
 def prompt(numbers: list[int]) -> dict[str, str]:
     return {"prompt": "+".join(map(str, numbers)) + "=", "answer": str(sum(numbers))}
+
+
+def rows_of_two(inputs: pathlib.Path, folder: pathlib.Path, every: int) -> tuple[list[dict[str, str]], str]:
+    """The rows of `inputs`, of which each `every`-th names a second teacher, and their file in `folder`."""
+    rows = enumerate(read_rows(inputs / "train.jsonl"))
+    named = [{**row, "teacher": "second"} if i % every == every - 1 else row for i, row in rows]
+    return named, tiny_runs.write_rows(folder / "rows.jsonl", named)
 
 
 def _save(
@@ -103,6 +109,13 @@ def merge(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return made
 
 
+def train(config: Mapping[str, Any], world: int = 1, ended: str = "done", **happening: Any) -> str:
+    """Runs `mrl ppo` in a world of ranks. Returns what it says, or its last line where it is not to end well."""
+    found = run_case(world, "tests.trainers.rl.cases:train", config=config, **happening)
+    assert found[0] == ended, found
+    return found[2] if ended == "done" else found[1]
+
+
 TIMED = "rollout/tokens_per_s"
 """The metric outside of perf/ that is a time."""
 
@@ -115,7 +128,7 @@ def metrics_of(output_dir: pathlib.Path) -> list[dict[str, float]]:
 def samples_of(output_dir: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """File name -> its objects, of all samples that a run has written."""
     files = sorted((output_dir / "samples").glob("*.jsonl"))
-    return {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    return {file.name: read_rows(file) for file in files}
 
 
 def weights_of(folder: pathlib.Path) -> dict[str, torch.Tensor]:

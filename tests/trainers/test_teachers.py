@@ -1,4 +1,5 @@
-"""What teachers say of a rollout, each of its own sequences, against tables of their numbers; and the labels made of it."""
+"""What teachers say of rows of `mrl sft` and of rollouts, each of its own sequences, against tables of their numbers; and the
+labels made of it."""
 
 import dataclasses
 
@@ -7,7 +8,11 @@ import torch
 
 from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, TeacherDivergence
 from mrl.batch import make_batch
+from mrl.config.load import from_dict
 from mrl.trainers.rl.teachers import References, with_ids
+from mrl.trainers.teacher import Teachers
+from mrl.trainers.teacher_cache import TopTokens
+from tests.trainers.tiny_runs import make_config
 
 V = 7  # of the student
 MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 1, 1]]
@@ -17,6 +22,48 @@ TEACHERS = [1, 0, 1, 0, 0]  # of the sequences
 def table(seed, rows):
     """[V, rows]: a teacher's logits after each token."""
     return torch.randn(V, rows, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(0, 3, (len(mask),), generator=generator).tolist() for mask in MASKS]
+    return make_batch(sequences, MASKS, sequence_fields={TEACHER_OF: torch.tensor(TEACHERS)})
+
+
+TEACHER_T = [number for number, mask in zip(TEACHERS, MASKS, strict=True) for _ in mask[1:]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "tail"),
+    [
+        ((V, V), None, False), ((V, V), 3, True), ((9, V), None, True), ((V, 9), 4, True), ((V, 3), None, True),
+        ((9, 3), 4, True),
+    ],
+)  # fmt: skip
+def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, batch, rows, top_k, tail):
+    """Of `mrl sft`. What the student lacks is in the last bucket, which there is unless all teachers say all; one of fewer
+    says fewer."""
+    keys = {"model": {"path": "a"}, "top_k": top_k, "others": {"b": {"model": {"path": "b"}}}}
+    teachers = Teachers(from_dict(make_config(tmp_path, tmp_path / "run", teacher=keys)))
+    tables = [table(i, count).log_softmax(1) for i, count in enumerate(rows)]
+    for one, log_probs in zip(teachers.each, tables, strict=True):
+        one.vocab_size, one.own_vocab_size = V, log_probs.shape[1]
+
+        def top(batch, log_probs=log_probs, count=one.ids_per_token):
+            values, ids = log_probs[batch.tokens[batch.loss_mask != 0]].topk(count)
+            return TopTokens(ids.int(), values)
+
+        one.top = top
+    made, _ = teachers.prepare(batch)
+    assert made.labels[:, 0].tolist() == batch.labels.tolist() and int(made.labels.max()) < V
+    for t in batch.loss_mask.nonzero()[:, 0].tolist():
+        of_teacher = tables[TEACHER_T[t]][batch.tokens[t]]
+        likeliest = of_teacher.topk(teachers.each[TEACHER_T[t]].ids_per_token).indices.tolist()
+        values = made.token_fields[TEACHER][t].tolist()
+        said = [(i, v) for i, v in zip(made.labels[t, 1:].tolist(), values, strict=True) if v > -torch.inf]
+        assert said == [(i, float(of_teacher[i])) for i in likeliest if i < V]
+    assert teachers.loss_fn.tail is tail
 
 
 def asked(logits, sizes):
@@ -42,11 +89,8 @@ def asked(logits, sizes):
     [((V, V), None), ((V, V), 3), ((9, 3), 4), ((3, 9), None)],
     ids=["whole", "top 3", "more and fewer", "all"],
 )
-def test_each_teacher_says_its_own_of_its_own_sequences(rows, top):
-    """Rows of a teacher's output layer that the student lacks are in the tail, and one with fewer says fewer."""
-    generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(0, 3, (len(mask),), generator=generator).tolist() for mask in MASKS]
-    batch = make_batch(sequences, MASKS, sequence_fields={TEACHER_OF: torch.tensor(TEACHERS)})
+def test_each_teacher_says_its_own_of_its_own_sequences(batch, rows, top):
+    """Of `mrl ppo`. Rows of a teacher's output layer that the student lacks are in the tail, and one with fewer says fewer."""
     tables, sizes = [table(i, count) for i, count in enumerate(rows)], []
     ids = tuple(min(top or count, count) for count in rows)
     whole = all(count == of == V for count, of in zip(ids, rows, strict=True))
@@ -58,8 +102,7 @@ def test_each_teacher_says_its_own_of_its_own_sequences(rows, top):
     assert held == (4 if whole else 8)
     made = with_ids(dataclasses.replace(batch, token_fields=found))
     assert made.labels[:, 0].tolist() == batch.labels.tolist() and made.labels.dtype == torch.int64
-    teacher_T = [number for number, mask in zip(TEACHERS, MASKS, strict=True) for _ in mask[1:]]
-    for t, (token, number) in enumerate(zip(batch.tokens.tolist(), teacher_T, strict=True)):
+    for t, (token, number) in enumerate(zip(batch.tokens.tolist(), TEACHER_T, strict=True)):
         values = made.token_fields[TEACHER][t]
         if batch.loss_mask[t] == 0:
             assert not values.any() and found["ref_log_probs"][t] == 0
