@@ -45,9 +45,9 @@ def test_every_key_of_another_trainer_is_told_what_it_is_here(path):
 
 
 def test_every_row_names_keys_that_a_command_has():
+    keys = [known_keys(root) for root in roots().values()]
     for trainer in trainers():
         for row in trainer.rows:
-            keys = [known_keys(root) for root in roots().values()]
             assert all(any({key, f"actor.{key}"} & known for known in keys) for key in row.ours), row
 
 
