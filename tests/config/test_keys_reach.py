@@ -176,7 +176,7 @@ OPTIMIZER = [
     Row("optimizer.name", looks.optimizer_has("name", "adamw", "muon"), [(DEFAULT, ["adamw"]), ("muon", ["muon"])],
         ADAMW, on=MEGATRON),
     *(
-        Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values)],
+        Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values[1:])],
             MUON, on=MEGATRON)
         for name, values in (
             ("momentum", (0.95, 0.2)), ("use_nesterov", (True, False)), ("num_ns_steps", (5, 2)),

@@ -184,12 +184,6 @@ def test_long_rows_are_refused_or_dropped_whole(tmp_path):
     assert [rows for rows, _ in in_order(found, 4)] == [[1]]
 
 
-def test_a_bad_row_is_skipped_where_that_is_asked_for(tmp_path):
-    found = dataset(tmp_path, PAIR, {**PAIR, "rejected": GOOD}, PAIR, on_bad_row="skip")
-    assert found.load(1).outcome == "skipped"
-    assert [rows for rows, _ in in_order(found, 1)] == [[0], [2]]
-
-
 def test_a_batch_has_chosen_first_and_counts_of_the_whole(tmp_path):
     rows = [dataset(tmp_path, PAIR, {**PAIR, "chosen": BAD, "rejected": GOOD}).load(i) for i in range(2)]
     batch = batch_of(rows, group=2)
