@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mrl.batch import make_batch
 from mrl.config.muon import MuonConfig
 from mrl.config.schema import OptimizerConfig
 from tests.config.reach import Run
@@ -198,15 +200,19 @@ def reference_weights(run: Run, name: str, value: Any) -> dict[str, torch.Tensor
     given = {k.removeprefix("optimizer."): v for k, v in run.config.items() if k.startswith("optimizer.")} | {
         name: value
     }
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     of_muon = {k.removeprefix("muon."): given.pop(k) for k in list(given) if k.startswith("muon.")}
     optimizer = OptimizerConfig(**given, muon=MuonConfig(**of_muon))
     if not optimizer.clip_grad:
         optimizer = dataclasses.replace(optimizer, clip_grad=math.inf)
-    steps = run.config["train.steps"]
-    reference = tiny.hf_reference(
-        run.config["model.path"], run.first_batch, optimizer=optimizer, total_steps=steps, steps=steps
-    )
-    return reference.weights
+    sequences = json.dumps([run.first_batch.ids, run.first_batch.mask])
+    return trained_reference(run.config["model.path"], optimizer, run.config["train.steps"], sequences)
+
+
+@functools.cache
+def trained_reference(path: str, optimizer: OptimizerConfig, steps: int, sequences: str) -> dict[str, torch.Tensor]:
+    batch = make_batch(*json.loads(sequences))
+    return tiny.hf_reference(path, batch, optimizer=optimizer, total_steps=steps, steps=steps).weights
 
 
 # ------------------------------------------------------------------------------------------------ layout and the model

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mrl import metrics
-from mrl.batch import Batch, make_batch
+from mrl.batch import Batch
 from mrl.config.load import from_dict
 from mrl.errors import UserError
 from mrl.trainers import sft
@@ -240,10 +240,10 @@ class Run:
         return [ids for batch in self.batches(trains=trains) for ids in batch.ids]
 
     @property
-    def first_batch(self) -> Batch:
+    def first_batch(self) -> MicroBatch:
         """The whole mini-batch of the first step, where it is one micro-batch."""
         (batch,) = (b for b in self.batches() if b.step == 1)
-        return make_batch(batch.ids, batch.mask)
+        return batch
 
     def calls(self, module: str, rank: int = 0) -> list[Call]:
         return [call for call in self.ranks[rank].calls if call.module == module]

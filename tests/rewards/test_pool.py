@@ -95,27 +95,12 @@ def test_signals_that_stop_a_run_do_not_end_scoring(pool):
     assert pool.run(scripts(f"give ({signals}, 3.0)[-1]")) == [gave(3.0)]
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("1", 1), ("True", 1), ("-2.5", -2.5), ("__import__('fractions').Fraction(1, 2)", 0.5), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('numpy').bool_(True)", 1), ("__import__('numpy').array(3)", 3)],
-)  # fmt: skip
-def test_what_is_a_number(pool, expression, value):
-    assert pool.run(scripts(f"give {expression}")) == [gave(float(value))]
-
-
 @pytest.mark.parametrize("name", ["script", "async_script"])
 @pytest.mark.parametrize(
     ("completion", "fault"),
     [
         ("give None", r"returned None \(NoneType\), which is no number"),
-        ("give '0.5'", r"returned '0.5' \(str\), which is no number"),
-        ("give [1.0]", r"returned \[1.0\] \(list\)"),
-        ("give 1j", r"returned 1j \(complex\)"),
-        ("give float('nan')", "returned nan, which is not finite"),
-        ("give float('inf')", "returned inf, which is not finite"),
         ("give 10 ** 400", "int too large"),
-        ("give __import__('numpy').ones(2)", r"returned array\(\[1., 1.\]\) \(ndarray\)"),
-        ("give async_script(1, 'sleep 0', {})", "returned <coroutine object"),
         ("raise x", r"raised KeyError: 'x' \(my_rewards.py:\d+\)"),
         ("leave", r"raised SystemExit: 0 \(my_rewards.py:\d+\)"),
         ("exit", r"ended its process \(exit status 7\)"),
