@@ -157,13 +157,6 @@ def test_the_environment_of_the_trainer_is_not_seen(run, monkeypatch):
     assert run("import os\nassert 'WANDB_API_KEY' not in os.environ\nassert os.getcwd() == os.environ['HOME']").finished
 
 
-@pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
-def test_threads_are_allowed():
-    assert run_python(
-        "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", limits=LIMITS
-    ).finished
-
-
 OF_MULTIPROCESSING = """
 import multiprocessing, time
 from multiprocessing.pool import ThreadPool
