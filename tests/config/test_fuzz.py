@@ -16,6 +16,7 @@ from mrl.config.command import roots
 from mrl.config.keys import MAX_VALUES, numbers_in, section_keys, walk_keys
 from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
+from mrl.config.sources import SFTShare
 from mrl.errors import MAX_LINE, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
 from tests.bad_input.mistakes import Workspace
@@ -83,8 +84,8 @@ def test_each_numeric_key_at_the_extremes_of_its_type(command):
                 assert message.startswith(f"{key.path}: value "), f"{key.path}={value}: {message}"
 
 
-@pytest.mark.parametrize("section", [*NAMED.values(), FunctionReward, SlurmConfig])
-def test_each_numeric_key_of_rewards_and_jobs_at_the_extremes_of_its_type(section):
+@pytest.mark.parametrize("section", [*NAMED.values(), FunctionReward, SFTShare, SlurmConfig])
+def test_each_numeric_key_of_rewards_sources_and_jobs_at_the_extremes_of_its_type(section):
     required = {key.path: "a.py:f" for key in section_keys(section) if key.required}
     for key in numeric(section):
         for value in (value for value in EXTREMES if outside(key, value)):
