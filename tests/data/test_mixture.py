@@ -41,7 +41,9 @@ def listed(files, **of_source) -> list[dict]:
 
 
 def source(entries, *, size=4, seed=0, prefetch=False, shuffle=True, **keys) -> BatchSource:
-    data = DataConfig(train=train_of(SFTShare)(entries, "data.train"), **{"max_length": 512, **keys})
+    data = DataConfig(
+        train=train_of(SFTShare)(entries, "data.train"), **{"max_length": 512, "shuffle": shuffle, **keys}
+    )
     dataset = train_rows(data, lambda one: SFTDataset(one, make_tokenizer()))
     return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
 

@@ -19,16 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mrl.config.schema import DataConfig
-from mrl.config.sources import SFTShare, train_of
 from mrl.data import remote
 from mrl.data.batches import BatchSource
-from mrl.data.dataset import SFTDataset
-from mrl.data.mixture import train_rows
 from mrl.errors import CheckpointError, DataError
+from tests.data import test_mixture
 from tests.data.hub import serving_hub
 from tests.data.test_batches import check_resume, same, state_of
-from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import Site, serving
 
 WORDS = ["fox", "dog", "the quick brown fox", "lazy", "4", "What is 2 + 2?"]
@@ -76,11 +72,8 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(remote, "WAITS_TO_FIND_S", (0,))
 
 
-def source(train, *, size=4, seed=0, prefetch=False, shuffle=True, **keys) -> BatchSource:
-    keys = {"max_length": 512, "stream": True, "shuffle": shuffle} | keys
-    data = DataConfig(train=train_of(SFTShare)(train, "data.train"), **keys)
-    dataset = train_rows(data, lambda one: SFTDataset(one, make_tokenizer()))
-    return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
+def source(train, **keys) -> BatchSource:
+    return test_mixture.source(train, **{"stream": True} | keys)
 
 
 def taken(made: BatchSource, batches: int) -> list[str]:
