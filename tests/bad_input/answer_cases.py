@@ -1,5 +1,5 @@
-"""Rows and sources of `mrl dpo`, `mrl rm`, and of `mrl sft` with a teacher, that cannot be trained on; `mrl data show` of
-such. The rows that the modules of mrl/data refuse, one by one, are in tests/data."""
+"""Rows and sources of `mrl dpo`, `mrl rm`, and of `mrl sft` with a teacher, that cannot be trained on. The rows that the
+modules of mrl/data refuse, one by one, are in tests/data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.bad_input.data_cases import file
 from tests.bad_input.mistakes import Case, Workspace, chat, set_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 SINGLE = {"prompt": "1+1=", "completion": "2", "label": True}
 GRADED = {"prompt": "1+1=", "completion": "2", "score": 1.0}
-STEPS = {"prompt": "1+1=", "completions": ["1", "2"], "labels": [True, False]}
 GOOD = chat("1+1=", "2")
-USER = [{"role": "user", "content": "1+1="}]
-KTO, REGRESSION, OF_STEPS = ("loss.name=kto",), ("loss.name=regression",), ("loss.name=steps",)
+KTO = ("loss.name=kto",)
 
 
 def row(good: dict[str, Any], **changes: Any) -> Callable[[Workspace], None]:
@@ -49,18 +46,13 @@ MISSING = ("other: tensors do not fit config.json: 1 missing (model.norm.weight)
 
 DPO = [
     Case("nothing weighs", "data", ("all 4 rows of a batch have weight 0",), edit=rows(*[{**PAIR, "weight": 0}] * 4)),
-    Case("all dropped", "data.train", ("none of its 4 rows can be used", "dropped: rows.jsonl:"), ("data.truncation=drop",), rows(*[{**PAIR, "chosen": "1+" * 80}] * 4)),
-    Case("single answers", "data.train", ("has single answers", "set loss.name to kto"), edit=rows(*[SINGLE] * 4)),
     Case("one row to evaluate kto on", "data.eval", ("eval.jsonl: has one row", "give two rows"), (*KTO, "data.eval=eval.jsonl"), both(row(SINGLE, label=False), rows(SINGLE, name="eval.jsonl"))),
     Case("nothing to evaluate on weighs", "data.eval", ("eval.jsonl: all of its rows that can be used have weight 0", "another weight"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(*[{**PAIR, "weight": 0}] * 4, name="eval.jsonl"))),
-    Case("no reference", "reference.model.path", ("'nowhere'",), ("reference.model.path=nowhere",), rows(*[PAIR] * 4)),
     Case("reference of other weights", "reference.model.path", MISSING, ("reference.model.path=other",), both(rows(*[PAIR] * 4), other_without_a_weight)),
 ]  # fmt: skip
 
 RM = [
-    Case("graded rows", "data.train", ("has rows of the format graded", "set loss.name to regression"), edit=rows(*[GRADED] * 4)),
     Case("eval of another form", "data.eval", ("eval.jsonl", "set loss.name to regression"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
-    Case("label of a step in words", "rows.jsonl:3", ("labels[0] is '+'", "true for a right step"), OF_STEPS, row(STEPS, labels=["+", "-"])),
     Case("adapters without a classifier", "model.lora", ("'olmoe' has no sequence classifier", "set it to null"), ("model.lora={rank: 4}",), both(rows(*[PAIR] * 4), set_model(model_type="olmoe", num_experts=6, num_experts_per_tok=2))),
 ]  # fmt: skip
 
@@ -70,17 +62,6 @@ HALVES = "data.train=[{path: rows.jsonl, epochs: 0.5}, {path: more.jsonl, epochs
 
 SFT = [
     Case("teacher that no row may name", "rows.jsonl:3", ("teacher is 'math', which teacher.others has not", "teacher_unused"), TEACHER, row(GOOD, teacher="math")),
-    Case("teacher without weights", "teacher.model.path", ("has no *.safetensors",), ("teacher.model.path=bare",), lambda w: w.write("bare/config.json", w.root.joinpath("model/config.json").read_bytes())),
     Case("teacher of other weights", "teacher.others.math.model.path", MISSING, (MATH[0].replace("{math: {model: {path: model}}}", "{math: {model: {path: other}}}"),), other_without_a_weight),
     Case("epochs that fill no batch", "train.global_batch_size", ("value 4 takes 4 rows", "have 3 within", "give at most 3, or raise epochs"), (HALVES, "train.steps=null"), rows(*[GOOD] * 4, name="more.jsonl")),
-    Case("empty source", "data.train", ("more.jsonl: the data set is empty",), ("data.train=[rows.jsonl, more.jsonl]",), file("more.jsonl", "")),
-    Case("bad row of a source", "more.jsonl:2", ("messages is an empty list",), ("data.train=[rows.jsonl, more.jsonl]",), rows(GOOD, {"messages": []}, name="more.jsonl")),
-    Case("source of fewer than a row", "data.train, source rows, epochs", ("of its 4 rows is none",), ("data.train=[{path: rows.jsonl, epochs: 0.1}]",)),
-]  # fmt: skip
-
-SHOW = [
-    Case("show a bad row", "rows.jsonl:3", ("messages is an empty list",), edit=row(GOOD, messages=[])),
-    Case("show what is not there", "data.eval", ("is null",), ("--eval",)),
-    Case("show of a key that is not", "data.trian", ("did you mean data.train?",), ("data.trian=x",)),
-    Case("show without rows", "data.train", ("none of its 4 rows",), ("data.on_bad_row=skip", "--count"), rows(*[{"messages": []}] * 4)),
 ]  # fmt: skip

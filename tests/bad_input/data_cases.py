@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -29,15 +28,9 @@ CASES = [
     Case("empty", "data.train", ("rows.jsonl", "is empty"), edit=rows()),
     # Streamed.
     Case("streamed, bad row", "rows.jsonl:3", ("messages is '1+1='",), ("data.stream=true",), row({"messages": "1+1="})),
-    Case("streamed, an array", "rows.jsonl:1", ("one JSON array", "jq"), ("data.stream=true",), rows("[", json.dumps(GOOD), "]")),
     # Lines.
-    Case("broken first line", "rows.jsonl:1", ("is not a JSON object",), edit=rows("{'text': 1}", GOOD)),
     Case("bad eval row", "eval.jsonl:2", ("nothing to train on",), ("data.eval=eval.jsonl",), lambda w: w.write_rows([GOOD, {"messages": GOOD["messages"][:1]}], "eval.jsonl")),
     Case("cut line", "rows.jsonl:4", ("is not a JSON object",), edit=rows(GOOD, GOOD, GOOD, '{"messages": [{"role": "us')),
-    # Formats.
-    Case("no format", "rows.jsonl:1", ("fit no format", "data.columns"), edit=rows({"question": "1", "answer": "2"})),
-    # Rows.
     Case("a batch of a million", "train.global_batch_size", ("each of the 4 rows of data.train 250000 times", "give 4"), ("train.global_batch_size=1000000", "data.train='*.jsonl'")),
-    Case("long row", "rows.jsonl:3", ("data.max_length is 64", "data.truncation"), edit=row(chat("1+" * 50 + "1=", "51"))),
     Case("nothing but bad rows", "data.train", ("none of its 4 rows",), ("data.on_bad_row=skip",), rows(*[{"messages": []}] * 4)),
 ]  # fmt: skip

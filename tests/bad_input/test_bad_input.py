@@ -15,7 +15,7 @@ import pytest
 
 from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
 from tests.bad_input.mistakes import Case, Workspace, check, dry_run, run_forked, run_mrl
-from tests.tiers import in_tiers, slow_but
+from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
 
 NO_GPU = "no gpu"
@@ -57,7 +57,7 @@ def test_is_refused(case: Case, workspace: Workspace):
     check(case, workspace, dry_run)
 
 
-@pytest.mark.parametrize("name", in_tiers([NO_GPU], ["unknown key"], [NO_GPU, "unknown key", "learned positions"]))
+@pytest.mark.parametrize("name", slow_but([NO_GPU], [NO_GPU, "unknown key"]))
 def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
     """A dry run alone goes on where there is no GPU."""
     (case,) = (case for case in config_cases.CASES if case.name == name)
@@ -76,11 +76,9 @@ def test_is_refused_by_the_trainer(case: Case, inputs, tmp_path):
 
 OF_COMMANDS = {  # command -> the name of its config, and cases
     "dpo": ("dpo.yaml", answer_cases.DPO), "rm": ("rm.yaml", answer_cases.RM), "sft": ("config.yaml", answer_cases.SFT),
-    "data": ("show", answer_cases.SHOW),
 }  # fmt: skip
 QUICK = [
-    ("dpo", "one row to evaluate kto on"), ("rm", "label of a step in words"), ("sft", "epochs that fill no batch"),
-    ("sft", "teacher that no row may name"), ("data", "show a bad row"),
+    ("dpo", "one row to evaluate kto on"), ("sft", "epochs that fill no batch"), ("sft", "teacher that no row may name"),
 ]  # fmt: skip
 
 
@@ -89,15 +87,12 @@ QUICK = [
     slow_but(QUICK, [(command, case.name) for command, (_, cases) in OF_COMMANDS.items() for case in cases]),
 )
 def test_is_refused_of_answers_teachers_and_sources(command: str, name: str, inputs, tmp_path):
-    """By the trainers of `mrl dpo`, `mrl rm` and `mrl sft`, and by `mrl data show`."""
+    """By the trainers of `mrl dpo`, `mrl rm` and `mrl sft`."""
     config, cases = OF_COMMANDS[command]
     (case,) = (case for case in cases if case.name == name)
-    shown = ["config.yaml"] if command == "data" else []
     workspace = Workspace(tmp_path)
     workspace.make(inputs)
-    check(
-        case, workspace, lambda workspace, *args: run_forked(workspace, *shown, *args, command=command, config=config)
-    )
+    check(case, workspace, functools.partial(run_forked, command=command, config=config))
 
 
 PPO = {"command": "ppo", "config": "ppo.yaml"}

@@ -39,7 +39,7 @@ def make(folder: pathlib.Path) -> None:
 
 
 def make_models(folder: pathlib.Path) -> None:
-    """dense, with weights and with others; four layers; experts; dropout; an output layer of zeros; code of its own."""
+    """dense, with weights and with others; four layers; experts; dropout; an output layer of zeros; MTP layers; code of its own."""
     tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
 
     def model(name: str, family: str = "qwen3", **options: Any) -> None:
@@ -71,8 +71,7 @@ def make_models(folder: pathlib.Path) -> None:
 
 def make_rows(folder: pathlib.Path) -> None:
     def write(name: str, rows: Sequence[Any]) -> None:
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (folder / name).write_text("".join(line + "\n" for line in lines))
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def sums(first: int, count: int) -> list[dict[str, Any]]:
         return [tiny_runs.chat([first + i] * (1 + i % 3)) for i in range(count)]
@@ -83,20 +82,8 @@ def make_rows(folder: pathlib.Path) -> None:
     write("sums.jsonl", sums(0, 4))
     write("six.jsonl", sums(0, 6))
     write("hundreds.jsonl", sums(100, 4))
-    write("bad.jsonl", [*sums(0, 1), "{", *sums(2, 3)])
     write("even.jsonl", [tokens(17)] * 4)
     write("uneven.jsonl", [tokens(count) for count in (17, 5, 12, 9)])
-    write("marked.jsonl", [{"text": "=11+22"}] * 4)
-    write("columns.jsonl", [{"question": "1+1=", "answer": "2"}] * 4)
-    two_turns = [*tiny_runs.chat([1])["messages"], *tiny_runs.chat([2])["messages"]]
-    write("turns.jsonl", [{"messages": two_turns}] * 4)
-    every_form = {
-        **tiny_runs.chat([11]), "prompt": "2", "completion": "22", "instruction": "3", "output": "33", "text": "44",
-        "input_ids": [11, 11, 11],
-    }  # fmt: skip
-    write("forms.jsonl", [every_form] * 4)
     (folder / "plain.jinja").write_text(PLAIN_TEMPLATE)
-    splits = {
-        name: datasets.Dataset.from_list(sums(first, 4)) for name, first in (("train", 0), ("more", 200), ("test", 300))
-    }
+    splits = {name: datasets.Dataset.from_list(sums(first, 4)) for name, first in (("train", 0), ("test", 300))}
     datasets.DatasetDict(splits).save_to_disk(str(folder / "saved"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -15,12 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mrl.batch import make_batch
 from mrl.config.muon import MuonConfig
 from mrl.config.schema import OptimizerConfig
-from tests.config.reach import DEFAULT, Run
+from tests.config.reach import Run
 from tests.engine import tiny
-from tests.engine.parity import Row as Layout
-from tests.engine.test_router_losses import reference_gradients
 
 Look = Callable[[Run], Any]
 
@@ -44,13 +44,6 @@ def sorted_rows(run: Run) -> list[int]:
 
 def first_text(run: Run) -> str:
     return texts(run)[0]
-
-
-def trained_text(run: Run) -> str:
-    """What trains of the first sequence, as text."""
-    batch = run.batches()[0]
-    ids = [token for token, counts in zip(batch.ids[0], batch.mask[0], strict=True) if counts]
-    return AutoTokenizer.from_pretrained(run.inputs / "dense").decode(ids)
 
 
 def evaluated_rows(run: Run) -> list[int]:
@@ -110,11 +103,6 @@ def eval_loss_is_train_loss(run: Run) -> bool | None:
     return math.isclose(last["eval/loss"], last["train/loss"], rel_tol=1e-5) if "eval/loss" in last else None
 
 
-def steps_made_here(run: Run) -> list[int]:
-    """By this run, not by one that it goes on from."""
-    return [row["step"] for row in run.metrics[-run.ranks[0].steps :]]
-
-
 def the_same_as_with(what: Look, **keys: Any) -> Look:
     """Whether `what` is the same in a run with other keys."""
     return lambda run: what(run) == what(run.other(**keys))
@@ -141,24 +129,6 @@ def exported_model(run: Run) -> str | None:
     return None
 
 
-MTP = {"model.path": "{inputs}/mtp", "optimizer.eps": 10.0, "optimizer.clip_grad": 0.0}
-"""Keys of a run that trains MTP layers, and whose updates are as large as gradients."""
-
-
-def mtp_update(run: Run) -> float:
-    """How much further an MTP layer's matrix went than in a run with a tenth as its loss's weight."""
-    name = "model.layers.2.eh_proj.weight"
-    start = load_file(run.inputs / "mtp" / "model.safetensors")[name]
-    moved, tenth = (r.weights[name] - start for r in (run, run.other(**{"model.mtp.loss_weight": 0.1})))
-    return round(float((moved * tenth).sum() / tenth.square().sum()), 1)
-
-
-def trains_as_without_mtp(run: Run) -> bool:
-    """Whether the rest of the model is what it is in a run that leaves MTP layers out."""
-    weights = run.other(**{"model.mtp.detach": DEFAULT}).weights
-    return all(torch.equal(run.weights[name], weight) for name, weight in weights.items())
-
-
 # ----------------------------------------------------------------------------------------------------------- adapters
 
 
@@ -167,27 +137,8 @@ def adapter(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "hf" / "adapter_model.safetensors")
 
 
-def adapted(run: Run) -> list[str]:
-    """Which modules have adapters that trained: the last parts of their names."""
-    return sorted({name.split(".")[-3] for name, b in adapter(run).items() if "lora_B" in name and b.any()})
-
-
 def ranks(run: Run) -> set[int]:
     return {a.shape[0] for name, a in adapter(run).items() if "lora_A" in name}
-
-
-def adapter_scale(run: Run) -> float:
-    """What B A was multiplied by as it was added to a weight, in the merged export of the same run."""
-    name, tensors = "model.layers.0.self_attn.q_proj", adapter(run)
-    product = tensors[f"base_model.model.{name}.lora_B.weight"] @ tensors[f"base_model.model.{name}.lora_A.weight"]
-    merged = run.other(**{"model.lora.export": "merged"}).weights[f"{name}.weight"].float()
-    added = merged - load_file(run.inputs / "dense" / "model.safetensors")[f"{name}.weight"].float()
-    return round(float((added * product).sum() / product.square().sum()), 2)
-
-
-def export_kind(run: Run) -> str:
-    names = {file.name for file in (run.folder / "hf").iterdir()}
-    return "adapter" if "adapter_model.safetensors" in names else "model" if "model.safetensors" in names else "neither"
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -249,33 +200,19 @@ def reference_weights(run: Run, name: str, value: Any) -> dict[str, torch.Tensor
     given = {k.removeprefix("optimizer."): v for k, v in run.config.items() if k.startswith("optimizer.")} | {
         name: value
     }
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     of_muon = {k.removeprefix("muon."): given.pop(k) for k in list(given) if k.startswith("muon.")}
     optimizer = OptimizerConfig(**given, muon=MuonConfig(**of_muon))
     if not optimizer.clip_grad:
         optimizer = dataclasses.replace(optimizer, clip_grad=math.inf)
-    steps = run.config["train.steps"]
-    reference = tiny.hf_reference(
-        run.config["model.path"], run.first_batch, optimizer=optimizer, total_steps=steps, steps=steps
-    )
-    return reference.weights
+    sequences = json.dumps([run.first_batch.ids, run.first_batch.mask])
+    return trained_reference(run.config["model.path"], optimizer, run.config["train.steps"], sequences)
 
 
-def gradient_has(name: str, *candidates: float) -> Look:
-    """Those coefficients of a router loss with which the gradient of the Hugging Face model has the run's norm."""
-
-    def look(run: Run) -> list[float]:
-        fits = []
-        for value in candidates:
-            coefficients = {"aux": 0.0, "z": 0.0, name: value}
-            gradients = reference_gradients(
-                Layout("mixtral", size=64), run.config["model.path"], [run.first_batch], **coefficients
-            )
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-            if math.isclose(run.metrics[0]["train/grad_norm"], norm, rel_tol=1e-5):
-                fits.append(value)
-        return fits
-
-    return look
+@functools.cache
+def trained_reference(path: str, optimizer: OptimizerConfig, steps: int, sequences: str) -> dict[str, torch.Tensor]:
+    batch = make_batch(*json.loads(sequences))
+    return tiny.hf_reference(path, batch, optimizer=optimizer, total_steps=steps, steps=steps).weights
 
 
 # ------------------------------------------------------------------------------------------------ layout and the model
@@ -295,16 +232,6 @@ def forwards_of_all(run: Run) -> int:
 def part_held(run: Run) -> list[float]:
     """The part of the parameters that each rank holds."""
     return [seen.held / sum(map(math.prod, seen.parameters.values())) for seen in run.ranks]
-
-
-def gathered(run: Run) -> int:
-    """Layers whose weights are whole between the forward and the backward pass."""
-    return len(run.ranks[0].gathered)
-
-
-def grouped(run: Run) -> bool:
-    """Whether experts multiply by grouped products."""
-    return bool(run.calls("grouped"))
 
 
 def compiled(run: Run) -> bool:

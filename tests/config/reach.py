@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mrl import metrics
-from mrl.batch import Batch, make_batch
+from mrl.batch import Batch
 from mrl.config.load import from_dict
 from mrl.errors import UserError
 from mrl.trainers import sft
@@ -49,7 +49,7 @@ BASE = {
 MODULES = {
     "Embedding": "embedding", "FSDPEmbedding": "embedding", "VocabParallelEmbedding": "embedding", "TransformerLayer": "layer",
     "RotarySelfAttention": "layer input", "SdpaAttention": "attention", "Qwen3Attention": "attention", "MLP": "mlp",
-    "Qwen3MLP": "mlp", "AllExpertsLinear": "grouped",
+    "Qwen3MLP": "mlp",
 }  # fmt: skip
 """Class -> what looks call it, for both backends."""
 
@@ -67,8 +67,7 @@ class Row:
     """A key, and what is seen of a run with each of some values of it.
 
     seen: pairs of a value, or DEFAULT where the key is left out, and what `look` gives (or a Refusal). given: other
-    keys. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
-    in the same output_dir. terminal: it prints to a terminal. environ: environment variables.
+    keys. what: tells rows of one key apart. world: processes. on: backends. terminal: it prints to a terminal.
     """
 
     key: str
@@ -79,12 +78,15 @@ class Row:
     what: str = ""
     world: int = 1
     on: Sequence[str] = BACKENDS
-    after: Mapping[str, Any] | None = None
     terminal: bool = False
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.key}{f', {self.what}' if self.what else ''}"
+
+
+def of_section(section: str, names: str, file: str) -> dict[str, str]:
+    """Keys of a section, which a file of tests sees."""
+    return {f"{section}.{name}": f"tests/{file}" for name in names.split()}
 
 
 # --------------------------------------------------------------------------------------------------- inside a process
@@ -118,30 +120,15 @@ class Call:
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank saw. empty_at_rest: kinds of state that had no memory between the last two steps.
-
-    gathered: fsdp's layers whose weights were whole when the loss function was called, in the first step. held: elements of
-    parameters on this rank. on_host: whether activations ever waited on the host. compiled: frames that torch.compile made.
-    """
+    """What one rank saw. held: elements of parameters on this rank. compiled: frames that torch.compile made."""
 
     steps: int = 0
     micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     parameters: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     devices: set[str] = dataclasses.field(default_factory=set)
-    empty_at_rest: list[str] = dataclasses.field(default_factory=list)
-    gathered: set[str] = dataclasses.field(default_factory=set)
     held: int = 0
-    on_host: bool = False
     compiled: int = 0
-
-    def note_loss(self, engine: Any) -> None:
-        """Called when the loss function is."""
-        self.on_host |= engine.model.activations is not None and engine.model.activations.most > 0
-        if self.steps == 1 and engine.backend == "fsdp":
-            layers = [(n, m) for n, m in engine.model.module.named_modules() if MODULES.get(type(m).__name__) == "mlp"]
-            self.gathered = {n for n, m in layers if not any(isinstance(p, DTensor) for p in m.parameters())}
-            self.compiled = torch._dynamo.utils.counters["frames"]["ok"]
 
     def note_call(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         name = MODULES.get(type(module).__name__)
@@ -158,42 +145,20 @@ class Seen:
         self.parameters = {name: tuple(p.shape) for name, p in held}
         self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in held)
         self.devices = {p.device.type for _, p in held}
-        state = {
-            "parameters": [p.data for _, p in held],
-            "gradients": [g for _, p in held if (g := getattr(p, "main_grad", p.grad)) is not None],
-            "optimizer": list(moments(engine)),
-        }
-        self.empty_at_rest = [kind for kind, tensors in state.items() if not any(map(bytes_of, tensors))]
-
-
-def moments(engine: Any) -> Iterator[torch.Tensor]:
-    """AdamW's running averages on this rank."""
-    optimizer = engine.model.optimizer if engine.backend == "megatron" else engine.optimizer
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part in parts:
-        adamw = part.adamw if hasattr(part, "adamw") else part.optimizer
-        for state in adamw.state.values():
-            yield from (state[name] for name in ("exp_avg", "exp_avg_sq", "momentum") if name in state)
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.untyped_storage().size()
 
 
 @contextlib.contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    loss, engine = sft.sft_loss, []
+    loss = sft.sft_loss
 
     def note_engine(trainer: RowsTrainer, _: int) -> None:
         torch._dynamo.utils.counters["frames"].clear()
-        engine[:] = [trainer.engine]
         seen.note_engine(trainer)
 
     def noted(data: Batch, predictions: Any, ctx: Any) -> Any:
-        if engine:  # else it is the evaluation before training
+        if seen.steps:  # else it is the evaluation before training
             seen.micro_batches.append(MicroBatch.of(data, seen.steps))
-            seen.note_loss(engine[0])
+            seen.compiled = max(seen.compiled, torch._dynamo.utils.counters["frames"]["ok"])
         return loss(data, predictions, ctx)
 
     hook = register_module_forward_pre_hook(seen.note_call)
@@ -275,10 +240,10 @@ class Run:
         return [ids for batch in self.batches(trains=trains) for ids in batch.ids]
 
     @property
-    def first_batch(self) -> Batch:
+    def first_batch(self) -> MicroBatch:
         """The whole mini-batch of the first step, where it is one micro-batch."""
         (batch,) = (b for b in self.batches() if b.step == 1)
-        return make_batch(batch.ids, batch.mask)
+        return batch
 
     def calls(self, module: str, rank: int = 0) -> list[Call]:
         return [call for call in self.ranks[rank].calls if call.module == module]
@@ -291,14 +256,13 @@ class Runs:
         self,
         inputs: pathlib.Path,
         folder: pathlib.Path,
-        wandb_url: str = "",
         *,
         base: Mapping[str, Any] = BASE,
         backend_key: str = "engine.backend",
         function: str = "tests.config.reach:case",
     ) -> None:
         """base: keys of all runs. backend_key: the one that a row's backend is given to. function: makes a run in a world."""
-        self.inputs, self.folder, self.wandb_url = inputs, folder, wandb_url
+        self.inputs, self.folder = inputs, folder
         self.base, self.backend_key, self.function = base, backend_key, function
         self._made: dict[str, Run] = {}
 
@@ -317,24 +281,19 @@ class Runs:
 
     def _of(self, row: Row, keys: Mapping[str, Any]) -> Run:
         keys = {key: value for key, value in keys.items() if not isinstance(value, str) or value != DEFAULT}
-        identity = json.dumps([keys, row.world, row.after, row.terminal, dict(row.environ)], sort_keys=True)
+        identity = json.dumps([keys, row.world, row.terminal], sort_keys=True)
         if identity not in self._made:
             self._made[identity] = self._run(row, keys)
         return self._made[identity]
 
     def _run(self, row: Row, keys: Mapping[str, Any]) -> Run:
         folder = self.folder / str(len(self._made))
-        places = {"{inputs}": self.inputs, "{run}": folder, "{wandb}": self.wandb_url}
-        fill = lambda value: filled(value, places)  # noqa: E731
-        home = {"HOME": f"{folder}/home", "NETRC": f"{folder}/home/netrc", "TERM": "xterm"}
-        environ = home | {name: fill(value) for name, value in row.environ.items()}
-        runs = [keys] if row.after is None else [{**keys, row.key: DEFAULT} | row.after, keys]
-        for each in runs:
-            config = {key: fill(value) for key, value in each.items() if not isinstance(value, str) or value != DEFAULT}
-            result = run_case(
-                row.world, self.function, config=nested(config), environ=environ, terminal=row.terminal,
-                code_cache=f"{folder}/home/code",
-            )  # fmt: skip
+        config = {key: filled(value, {"{inputs}": self.inputs, "{run}": folder}) for key, value in keys.items()}
+        environ = {"HOME": f"{folder}/home", "NETRC": f"{folder}/home/netrc", "TERM": "xterm"}
+        result = run_case(
+            row.world, self.function, config=nested(config), environ=environ, terminal=row.terminal,
+            code_cache=f"{folder}/home/code",
+        )  # fmt: skip
         return Run(config, self.inputs, folder, *result, other=lambda **more: self._of(row, {**keys, **more}))
 
 

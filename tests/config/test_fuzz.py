@@ -10,19 +10,19 @@ import sys
 import time
 
 import pytest
-import yaml
 
 from mrl.config.build import build_section
 from mrl.config.command import roots
 from mrl.config.keys import MAX_VALUES, numbers_in, section_keys, walk_keys
 from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
+from mrl.config.sources import SFTShare
 from mrl.errors import MAX_LINE, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
 from tests.bad_input.mistakes import Workspace
 from tests.config import fuzz
 
-EXTREMES = [0, 1, -1, 2**31, -(2**31), 2**63 - 1, 10**18, 10**22, -(10**22), 10**400, 0.0, 5e-324, 1e300, -1e300, math.inf, -math.inf, math.nan]  # fmt: skip
+EXTREMES = [0, -1, 2**63 - 1, -(10**22), 10**400, 0.0, 5e-324, 1e300, -math.inf, math.nan]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,18 @@ def outside(key, value) -> bool:
     return not fits or (isinstance(value, float) and float not in numbers_in(key.annotation))
 
 
+def of_command_alone(command: str) -> list:
+    """The numeric keys that no command before this one has with the same bounds."""
+    stated = lambda key: (key.path, key.help, str(key.annotation), str(key.bounds))  # noqa: E731
+    before = list(roots())[: list(roots()).index(command)]
+    seen = {stated(key) for name in before for key in numeric(roots()[name])}
+    return [key for key in numeric(roots()[command]) if stated(key) not in seen]
+
+
 @pytest.mark.parametrize("command", roots())
 def test_each_numeric_key_at_the_extremes_of_its_type(command):
     root, base = roots()[command], fuzz.BASES[command]
-    for key in numeric(root):
+    for key in of_command_alone(command):
         assert key.bounds["maximum"] <= max(MAX_VALUES[int], 2**32 - 1), key.path
         assert key.bounds["minimum"] is not None or key.bounds["above"] is not None, key.path
         for value in [*EXTREMES, key.bounds["maximum"]]:
@@ -76,8 +84,8 @@ def test_each_numeric_key_at_the_extremes_of_its_type(command):
                 assert message.startswith(f"{key.path}: value "), f"{key.path}={value}: {message}"
 
 
-@pytest.mark.parametrize("section", [*NAMED.values(), FunctionReward, SlurmConfig])
-def test_each_numeric_key_of_rewards_and_jobs_at_the_extremes_of_its_type(section):
+@pytest.mark.parametrize("section", [*NAMED.values(), FunctionReward, SFTShare, SlurmConfig])
+def test_each_numeric_key_of_rewards_sources_and_jobs_at_the_extremes_of_its_type(section):
     required = {key.path: "a.py:f" for key in section_keys(section) if key.required}
     for key in numeric(section):
         for value in (value for value in EXTREMES if outside(key, value)):
@@ -150,7 +158,7 @@ def test_a_config_json_of_something_else_is_no_model(workspace):
 
 
 def test_random_configs_and_rows(tmp_path):
-    assert fuzz.fuzz(100, 0, tmp_path) == [], "make_case(0, NUMBER) is the case"
+    assert fuzz.fuzz(60, 0, tmp_path) == [], "make_case(0, NUMBER) is the case"
 
 
 @pytest.mark.nightly
@@ -159,14 +167,3 @@ def test_very_many_random_configs_and_rows():
     line = [sys.executable, "-m", "tests.config.fuzz", "--count", "4000", "--seed", "1"]
     ran = subprocess.run(line, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
     assert ran.returncode == 0, f"make_case(1, NUMBER) is the case: {ran.stdout[-4000:]}{ran.stderr[-2000:]}"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", roots())
-def test_a_dry_run_at_both_bounds_of_each_numeric_key(workspace, command):
-    for key in numeric(roots()[command]):
-        for value in {key.bounds["minimum"] if key.bounds["above"] is None else 5e-324, key.bounds["maximum"]}:
-            began_s = time.perf_counter()
-            given = f"{key.path}={yaml.safe_dump([value] * 2 if fuzz.is_list(key) else value, default_flow_style=True).split(chr(10))[0]}"
-            code, said, escaped = fuzz.dry_run(workspace, command, given)
-            assert fuzz.fault(code, said, escaped, time.perf_counter() - began_s) == "", f"{given}: {said}"

@@ -6,15 +6,14 @@ model. That a config object holds a value is never looked at. A new key fails `t
 row, and a new choice of a key `test_every_choice_is_made`.
 
 Not seen here, for want of a GPU: that `engine.device: cpu` keeps a run off a GPU, and that the fsdp engine's
-parameters and optimizer state leave it. Elsewhere: that bfloat16 reduces gradients in fp32 (trap 30), hub ids.
+parameters and optimizer state leave it. Elsewhere: that bfloat16 reduces gradients in fp32 (trap 30), hub ids, and the
+keys of IN_OTHER_TESTS, whose numbers a test of their own has.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import http.server
 import math
-import threading
 import typing
 from typing import Any, Literal
 
@@ -23,22 +22,24 @@ import torch
 
 from mrl.config.keys import walk_keys
 from mrl.config.schema import SFTConfig
-from tests.config import inputs, looks, teacher_rows
-from tests.config.reach import DEFAULT, Refusal, Row, Runs
-from tests.config.reach_data import DATA, HARDLY, IN_ORDER, MEGATRON, SIX, UNEVEN, on_one_backend
+from tests.config import inputs, looks
+from tests.config.reach import DEFAULT, Refusal, Row, Runs, of_section
 
-FSDP = ("fsdp",)
+MEGATRON, FSDP = ("megatron",), ("fsdp",)
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Keys that rows share.
-FIRST, SECOND = {"train.steps": 1}, {"train.steps": 2}
+SECOND = {"train.steps": 2}
+HARDLY = {"optimizer.lr": 1e-30}  # what is exported or evaluated is the model that the run began with
+SUMS, SIX, HUNDREDS = ({"data.train": f"{{inputs}}/{name}.jsonl"} for name in ("sums", "six", "hundreds"))
+IN_ORDER = {"data.shuffle": False}
+UNEVEN = {"data.train": "{inputs}/uneven.jsonl", "data.max_length": 20} | IN_ORDER
 DENSE, OTHER, MOE, DROPOUT = ({"model.path": f"{{inputs}}/{name}"} for name in ("dense", "other", "experts", "dropout"))
 RANDOM = {"model.init": "random"}
 IN_TWOS = SIX | {"train.global_batch_size": 2}
 EVEN = {"data.train": "{inputs}/even.jsonl", "data.max_length": 20}
 EVAL = {"data.eval": "{inputs}/six.jsonl"}
 WANDB = {"log.wandb.project": "mine"}
-ACCOUNT = {"WANDB_BASE_URL": "{wandb}", "WANDB_API_KEY": "a" * 40}  # of a server that refuses it
 
 # A linear schedule and eps make what AdamW does known to a few digits (see tests/engine/parity.py).
 ADAMW = {"optimizer.schedule": "linear", "optimizer.eps": 1e-6, "train.steps": 3}
@@ -55,9 +56,11 @@ lr = looks.metric("train/lr")
 steps = looks.metric("step")
 order_of_seed_0 = looks.the_same_as_with(looks.rows, seed=0)
 loss_of_seed_0 = looks.the_same_as_with(looks.metric("train/loss"), seed=0)
-loss_without_dropout = looks.the_same_as_with(looks.metric("train/loss"), **{"model.lora.dropout": 0.0})
-LORA = {"model.lora.rank": 4}
-LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def on_one_backend(*rows: Row) -> list[Row]:
+    """Rows of keys that no engine knows of."""
+    return [dataclasses.replace(row, on=MEGATRON) for row in rows]
 
 
 def on_two_ranks(*rows: Row) -> list[Row]:
@@ -89,23 +92,8 @@ MODEL = [
         {"model.path": "{inputs}/coded"},
     ),
     Row("model.lora.rank", looks.ranks, [(DEFAULT, {16}), (4, {4})], {"model.lora.alpha": 8.0}),
-    Row("model.lora.alpha", looks.adapter_scale, [(DEFAULT, 8.0), (8.0, 2.0)], LORA),
-    Row("model.lora.rslora", looks.adapter_scale, [(DEFAULT, 8.0), (True, 16.0)], LORA),
-    Row("model.lora.dropout", loss_without_dropout, [(DEFAULT, True), (0.5, False)], LORA | SECOND),
-    Row(
-        "model.lora.target_modules", looks.adapted,
-        [
-            (DEFAULT, LINEAR), (["q_proj", "down_proj"], ["down_proj", "q_proj"]), (r".*mlp\.up_proj", ["up_proj"]),
-            (["q_prj"], Refusal("ConfigError", "model.lora.target_modules: ")),
-        ],
-        LORA,
-    ),
-    Row(
-        "model.lora.exclude_modules", looks.adapted,
-        [(DEFAULT, LINEAR), (["q_proj", "mlp.up_proj"], [n for n in LINEAR if n not in ("q_proj", "up_proj")])], LORA),
-    Row("model.mtp.loss_weight", looks.mtp_update, [(0.1, 1.0), (0.3, 3.0)], looks.MTP, on=MEGATRON),
-    Row("model.mtp.detach", looks.trains_as_without_mtp, [(False, False), (True, True)], looks.MTP, on=MEGATRON),
-    Row("model.lora.export", looks.export_kind, [(DEFAULT, "adapter"), ("adapter", "adapter"), ("merged", "model")], LORA),
+    Row("model.mtp.detach", looks.is_in_metrics("train/mtp_loss"), [(DEFAULT, False), (False, True), (True, True)],
+        {"model.path": "{inputs}/mtp"}, on=MEGATRON),
 ]  # fmt: skip
 
 ENGINE = [
@@ -122,41 +110,15 @@ ENGINE = [
         on=MEGATRON,
     ),
     Row(
-        "engine.attention", steps,
-        [(DEFAULT, [1]), *((k, Refusal("ConfigError", "engine.attention: ")) for k in ("flash", "fused", "unfused"))]
-        if HERE == "cpu" else [(DEFAULT, [1])],
-        on=MEGATRON,
-    ),  # what it does: tests/engine/test_layer_spec_of_ranks.py
-    Row(
         "engine.recompute", looks.forwards,
         [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 1, "mlp": 2}), ("full", {"attention": 2, "mlp": 2})],
         on=MEGATRON,
-    ),
-    Row(
-        "engine.recompute_modules", looks.forwards,
-        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1}), (["mlp"], {"attention": 1, "mlp": 2}), (["moe", "shared_experts", "moe_act", "mla_up_proj"], Refusal("ConfigError", "engine.recompute_modules: "))],
-        {"engine.recompute": "selective"}, on=MEGATRON,
     ),
     Row(
         "engine.recompute", looks.forwards,
         [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", Refusal("ConfigError", "engine.recompute")), ("full", {"attention": 2, "mlp": 2})],
         on=FSDP,
     ),
-    Row(
-        "engine.offload", looks.noted("empty_at_rest"),
-        [
-            (DEFAULT, []), (["parameters"], ["parameters"]), (["gradients"], ["gradients"]),
-            (["optimizer"], ["optimizer"]),
-            (["parameters", "gradients", "optimizer"], ["parameters", "gradients", "optimizer"]),
-        ],
-        SECOND,
-    ),
-    Row(
-        "engine.batch_invariant", steps,
-        [(DEFAULT, [1]), (True, Refusal("ConfigError", "engine.batch_invariant: value true needs micro-batches of one"))],
-        on=MEGATRON,
-    ),  # what it does: tests/engine/test_generation.py
-    Row("engine.offload", looks.noted("on_host"), [(DEFAULT, False), (["activations"], True)], SECOND, what="activations"),
     Row(
         "engine.recompute_every", looks.forwards_of_all,
         [(DEFAULT, 4), (2, 3), (3, 3)], {"engine.recompute": "full"}, on=FSDP,
@@ -166,8 +128,6 @@ ENGINE = [
         [(DEFAULT, pytest.approx([0.5, 0.5], abs=0.1)), (2, [1.0, 1.0]), (3, Refusal("ConfigError", "engine.fsdp.replicate"))],
         on=FSDP, world=2,
     ),
-    Row("engine.fsdp.reshard_after_forward", looks.gathered, [(DEFAULT, 0), (True, 0), (False, 2)], on=FSDP, world=2),
-    Row("engine.fsdp.defer_sync", looks.gathered, [(DEFAULT, 0), (True, 2)], on=FSDP, world=2),
     Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP),
     Row(
         "engine.micro_batch.tokens", looks.lengths,
@@ -180,17 +140,6 @@ ENGINE = [
         ),
     ),
     Row("engine.micro_batch.size", looks.lengths, [(DEFAULT, [[16] * 4]), (1, [[16]] * 4), (2, [[16] * 2] * 2)], EVEN),
-    Row(  # that an engine of another package gets them, tests/engine/test_registry.py sees
-        "engine.options", steps, [(DEFAULT, [1]), ({"a": 1}, Refusal("ConfigError", "engine.options.a: value 1 is for"))],
-    ),
-    Row(  # which fields there are, tests/mcore_models/test_megatron_fields.py sees
-        "engine.megatron", looks.the_same_as_with(looks.metric("train/loss"), **{"engine.megatron": {}}),
-        [(DEFAULT, True), ({"moe_input_jitter_eps": 0.3}, False), ({"size": 1}, Refusal("ConfigError", "engine.megatron.size"))],
-        MOE, on=MEGATRON,
-    ),
-    Row("engine.moe.aux_loss", looks.gradient_has("aux", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
-    Row("engine.moe.z_loss", looks.gradient_has("z", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
-    Row("engine.moe.grouped_mm", looks.grouped, [(DEFAULT, False), ("auto", False), (True, True), (False, False)], MOE, on=MEGATRON),
 ]  # fmt: skip
 
 TP2 = {"engine.parallel.tp": 2}
@@ -227,7 +176,7 @@ OPTIMIZER = [
     Row("optimizer.name", looks.optimizer_has("name", "adamw", "muon"), [(DEFAULT, ["adamw"]), ("muon", ["muon"])],
         ADAMW, on=MEGATRON),
     *(
-        Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values)],
+        Row(f"optimizer.muon.{name}", looks.optimizer_has(f"muon.{name}", *values, bound=2e-3), [(DEFAULT, [values[0]]), *((value, [value]) for value in values[1:])],
             MUON, on=MEGATRON)
         for name, values in (
             ("momentum", (0.95, 0.2)), ("use_nesterov", (True, False)), ("num_ns_steps", (5, 2)),
@@ -299,7 +248,6 @@ TRAIN = [
     ),
 ]  # fmt: skip
 
-ELSEWHERE = {"output_dir": "{run}/earlier"}
 CHECKPOINT = [
     Row(
         "checkpoint.every", looks.checkpoints(), [(DEFAULT, [3]), (1, [1, 2, 3]), (2, [2, 3])],
@@ -309,86 +257,129 @@ CHECKPOINT = [
         "checkpoint.keep", looks.checkpoints(), [(DEFAULT, [3, 4]), (1, [4]), (None, [1, 2, 3, 4])],
         {"train.steps": 4, "checkpoint.every": 1},
     ),
-    Row(
-        "checkpoint.resume", looks.steps_made_here,
-        [(DEFAULT, [2]), ("never", Refusal("ConfigError", "checkpoint.resume"))], SECOND,
-        after=FIRST, what="its own run",
-    ),
-    Row(
-        "checkpoint.resume", looks.steps_made_here,
-        [(DEFAULT, [1, 2]), ("never", [1, 2]), ("{run}/earlier/checkpoints/step_00000001", [2])],
-        SECOND, after=FIRST | ELSEWHERE, what="another run",
-    ),
-    Row("checkpoint.remote", looks.checkpoints("../copy"), [(DEFAULT, []), ("file://{run}/copy", [1])]),
-    Row(
-        "checkpoint.remote", looks.steps_made_here, [(DEFAULT, [1, 2]), ("file://{run}/copy", [2])], SECOND,
-        after=FIRST | ELSEWHERE | {"checkpoint.remote": "file://{run}/copy"}, what="resume from it",
-    ),
-    Row("checkpoint.background", looks.is_in_metrics("perf/save_write_s"), [(DEFAULT, False), (True, True)], {"train.steps": 3, "checkpoint.every": 1}),
     Row("checkpoint.export_hf", looks.loads_in_transformers, [(DEFAULT, True), (False, False)]),
 ]  # fmt: skip
 
-OFFLINE, NOT_LET_IN = ("offline", "mine", "demo"), Refusal("ConfigError", "401")
+OFFLINE = ("offline", "mine", "demo")
 LOG = on_one_backend(
     Row("log.console", looks.printed, [(DEFAULT, "bar"), ("plain", "lines"), ("none", "nothing")], terminal=True),
     Row("log.console", looks.printed, [(DEFAULT, "lines"), ("plain", "lines"), ("none", "nothing")], what="in a pipe"),
     Row("log.every", looks.step_lines, [(DEFAULT, 3), (2, 3), (9, 2)], {"train.steps": 3}),
     Row("log.wandb.project", looks.wandb_run, [(DEFAULT, None), ("mine", OFFLINE)]),
     Row("log.wandb.name", looks.wandb_run, [(DEFAULT, OFFLINE), ("first", ("offline", "mine", "first"))], WANDB),
-    Row("log.wandb.mode", looks.wandb_run, [(DEFAULT, OFFLINE), ("online", Refusal("ConfigError", "log.wandb.mode")),
-        ("offline", OFFLINE)], WANDB, what="no account"),
-    Row("log.wandb.mode", looks.wandb_run, [(DEFAULT, NOT_LET_IN), ("online", NOT_LET_IN), ("offline", OFFLINE)], WANDB,
-        what="an account", environ=ACCOUNT),
     Row("log.tensorboard", looks.tensorboard_steps, [(DEFAULT, None), (True, [1, 2])], SECOND),
 )  # fmt: skip
 
-ROWS = [*RUN, *MODEL, *ENGINE, *PARALLEL, *OPTIMIZER, *DATA, *TRAIN, *teacher_rows.ROWS, *CHECKPOINT, *LOG]
+DATA = on_one_backend(
+    Row(
+        "data.train", looks.sorted_rows,
+        [(SUMS["data.train"], [0, 1, 2, 3]), (HUNDREDS["data.train"], [100, 101, 102, 103])],
+    ),
+    Row(
+        "data.eval", looks.all_of(looks.eval_loss_is_train_loss, looks.evaluated_rows),
+        [
+            (DEFAULT, (None, [])), (SUMS["data.train"], (True, [0, 1, 2, 3])),
+            ({"a": SUMS["data.train"], "b": {"path": "{inputs}/saved"}}, (False, [0, 1, 2, 3, 300, 301, 302, 303])),
+        ],
+        HARDLY,
+    ),
+    Row(
+        "data.chat_template", looks.first_text,
+        [
+            (DEFAULT, "<|im_start|>user\n0=<|im_end|>\n<|im_start|>assistant\n0<|im_end|>\n"),
+            ("{inputs}/plain.jinja", "0=0<|im_end|>"),
+        ],
+        IN_ORDER,
+    ),
+    Row(
+        "data.truncation", looks.all_of(looks.ends, looks.left_out),
+        [
+            (DEFAULT, Refusal("DataError", "uneven.jsonl:1: the row has 17 tokens")),
+            ("right", ([(3, 12), (3, 7), (3, 12), (3, 11)], "truncated: 2")),
+            ("left", ([(10, 19), (3, 7), (5, 14), (3, 11)], "truncated: 2")),
+            ("drop", ([(3, 7), (3, 11), (3, 7), (3, 11)], "dropped: 4")),
+        ],
+        UNEVEN | {"data.max_length": 10},
+    ),
+    Row(
+        "data.shuffle", looks.epochs,
+        [
+            (DEFAULT, {"as in the file": False, "the same again": False}),
+            (False, {"as in the file": True, "the same again": True}),
+        ],
+        SIX | {"train.global_batch_size": 6, "train.steps": 2},
+    ),
+)  # fmt: skip
 
+TEACHER = on_one_backend(
+    Row(  # its weights are the student's
+        "teacher.model.dtype", lambda run: run.metrics[0]["distill/divergence"] == 0,
+        [(DEFAULT, True), ("float32", True), ("bfloat16", False)],
+        IN_ORDER | {"train.guards": False, "teacher.model.path": DENSE["model.path"]},
+    ),
+)  # fmt: skip
 
-class Server(http.server.BaseHTTPRequestHandler):
-    """Refuses whoever calls."""
+ROWS = [*RUN, *MODEL, *ENGINE, *PARALLEL, *OPTIMIZER, *DATA, *TRAIN, *TEACHER, *CHECKPOINT, *LOG]
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(401)
-        self.end_headers()
-
-    do_GET = do_POST
-
-    def log_message(self, *_: Any) -> None: ...
+IN_OTHER_TESTS = {
+    **of_section("model.lora", "alpha rslora target_modules exclude_modules", "engine/test_lora_selection.py"),
+    **of_section("model.lora", "dropout", "engine/test_lora_megatron.py"),
+    **of_section("model.lora", "export", "trainers/test_lora.py"),
+    **of_section("model.mtp", "loss_weight", "engine/test_mtp.py"),
+    **of_section("engine", "attention", "engine/test_layer_spec_of_ranks.py"),
+    **of_section("engine", "recompute_modules", "engine/test_recompute.py"),
+    **of_section("engine", "offload", "engine/test_offload.py"),
+    **of_section("engine", "batch_invariant", "engine/test_generation.py"),
+    **of_section("engine", "options", "engine/test_registry.py"),
+    **of_section("engine", "megatron", "mcore_models/test_megatron_fields.py"),
+    **of_section("engine.fsdp", "reshard_after_forward", "engine/test_fsdp_gathered.py"),
+    **of_section("engine.fsdp", "defer_sync", "engine/test_fsdp_defer.py"),
+    **of_section("engine.moe", "aux_loss z_loss", "engine/test_router_losses.py"),
+    **of_section("engine.moe", "grouped_mm", "engine/test_grouped.py"),
+    **of_section("data", "split format columns loss_on system max_length mix_by on_bad_row stream shuffle_buffer", "data/test_source_keys.py"),
+    **of_section("data", "turns", "data/test_dialogue.py"),
+    **of_section("data", "teacher", "trainers/test_distill.py"),
+    **of_section("teacher", "model.path loss beta temperature top_k weight others cache", "trainers/test_distill.py"),
+    **of_section("teacher.server", "url name concurrency timeout_s key_variable", "trainers/test_teacher_server.py"),
+    **of_section("checkpoint", "resume", "trainers/test_sft.py"),
+    **of_section("checkpoint", "remote", "resume/test_remote.py"),
+    **of_section("checkpoint", "background", "resume/test_background.py"),
+    **of_section("log.wandb", "mode", "test_metrics.py"),
+}  # fmt: skip
+"""Key -> the file of tests where it is seen. An engine's keys are given to it whole, as those of `teacher.engine` are."""
+IN_OTHER_TESTS |= {
+    key.path: "tests/config/test_teacher_checks.py"
+    for key in walk_keys(SFTConfig)
+    if key.path.startswith("teacher.engine.")
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     inputs.make(folder)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Runs(folder, tmp_path_factory.mktemp("runs"), f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    server.server_close()
+    return Runs(folder, tmp_path_factory.mktemp("runs"))
 
 
 FOR_ALL = (
-    "model.trust_remote_code", "model.lora.rslora", "model.lora.exclude_modules", "model.lora.export", "engine.device",
-    "engine.micro_batch.tokens", "engine.micro_batch.size", "engine.options", "optimizer.min_lr", "optimizer.schedule",
-    "optimizer.warmup_steps", "optimizer.decay_steps",
+    "model.trust_remote_code", "engine.device", "engine.micro_batch.tokens", "engine.micro_batch.size", "optimizer.min_lr",
+    "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps",
 )  # fmt: skip
 OF_ENGINES = [row for row in (*MODEL, *ENGINE, *PARALLEL, *OPTIMIZER) if row.key not in FOR_ALL]
-"""What each backend reads by code of its own. Any other key is seen on one of them in CI, and on both at night."""
+"""What each backend reads by code of its own. Any other key is seen on one of them."""
 
 
-def tier(number: int, row: Row, backend: str) -> pytest.MarkDecorator:
-    in_ci = row in OF_ENGINES or backend == row.on[number % len(row.on)]
-    return pytest.mark.slow if in_ci else pytest.mark.nightly
+def backends(number: int, row: Row) -> list[str]:
+    return [*row.on] if row in OF_ENGINES else [row.on[number % len(row.on)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row, backend",
     [
-        pytest.param(row, backend, id=f"{row}, {backend}", marks=tier(number, row, backend))
+        pytest.param(row, backend, id=f"{row}, {backend}")
         for number, row in enumerate(ROWS)
-        for backend in row.on
+        for backend in backends(number, row)
     ],
 )
 def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
@@ -396,11 +387,11 @@ def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
 
 
 def test_every_key_has_a_row():
-    assert {row.key for row in ROWS} | {*teacher_rows.IN_OTHER_TESTS} == {key.path for key in walk_keys(SFTConfig)}
+    assert {row.key for row in ROWS} | {*IN_OTHER_TESTS} == {key.path for key in walk_keys(SFTConfig)}
 
 
 def test_every_choice_is_made():
-    for key in (key for key in walk_keys(SFTConfig) if key.path not in teacher_rows.IN_OTHER_TESTS):
+    for key in (key for key in walk_keys(SFTConfig) if key.path not in IN_OTHER_TESTS):
         made = [
             key.default if value == DEFAULT else value for row in ROWS if row.key == key.path for value, _ in row.seen
         ]

@@ -167,7 +167,7 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
 
 
 @ROOTS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_is_dumped_loads_back_equal(root, raw, data):
     """Any accepted value of any key, text that YAML could take for something else among them."""

@@ -30,9 +30,6 @@ BROKEN = {
             "data.eval.a.path",
         ],
     ),
-    "dpo": ({"loss": {"name": "sigmoid", "betta": 1}, "data": {}}, ["loss.name", "loss.betta", "data.train"]),
-    "rm": ({"model": None, "log": {"console": 1, "wandb": []}}, ["model.path", "loss.name", "log.console", "log.wandb"]),
-    "serve": ({"serve": {"port": "a", "hots": "b"}, "model": {}}, ["serve.hots", "serve.port", "model.path"]),
 }  # fmt: skip
 
 

@@ -6,9 +6,7 @@ import json
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from mrl import cli
 from mrl.config.command import command_of, roots
 from mrl.config.load import dump_config, from_dict, load_config
 from mrl.config.rates import RATES
@@ -74,9 +72,3 @@ def test_a_config_yaml_of_something_else_changes_no_rate(written, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(written)
     assert from_dict(raw, roots()["dpo"]).optimizer.lr == 1e-6
-
-
-def test_a_batch_of_answers_counts_rows():
-    said = CliRunner().invoke(cli.main, ["config", "dpo", "train.global_batch_size"]).stdout
-    assert "rows per optimizer step over all ranks, a pair as one" in said
-    assert "sequences" in CliRunner().invoke(cli.main, ["config", "sft", "train.global_batch_size"]).stdout

@@ -25,17 +25,10 @@ made = functools.partial(config_of, RMConfig, BASE)
 
 
 REFUSED = [
-    (("loss.center_rewards_coefficient=1",), "is given to an unknown key; did you mean loss.centering?"),
     (("model.mtp.detach=true",), "model.mtp.detach: value true is given to an unknown key; leave it out: MTP layers"),
     ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
-    ((*GRADED, "loss.centering=0"), "loss.centering: value 0.0 is not read by loss regression"),
     (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),
     ((*GRADED, "data.format=preference"), "set loss.name to bradley_terry, or data.format to graded"),
-    (
-        ('data.train=[{"path": "a.jsonl"}, {"path": "b.jsonl", "format": "steps"}]',),
-        'data.train[1].format: value "steps" is no form of row for loss.name bradley_terry',
-    ),
-    (("data.mix_by=tokens",), 'data.mix_by: value "tokens" is not used where data.train is one path'),
     (('data.prompt_end=""',), 'data.prompt_end: value "" ends no prompt; give text'),
     (
         ('data.prompt_end="A:"', "data.turns={user: 'U:', assistant: 'A:'}"),

@@ -1,6 +1,5 @@
 """Order, batches, position and counters: pure functions of seed, epoch and rows; exact over a resume."""
 
-import itertools
 import json
 import threading
 
@@ -63,11 +62,6 @@ def test_batches_are_full_and_go_on_over_the_end_of_an_epoch(path):
     seen = [i for _ in range(8) for i in (source.next(), source.rows)[1]]
     assert seen == [i for epoch in range(3) for i in row_order(0, epoch, 8).tolist()]
     assert (source.state_dict()["epoch"], source.state_dict()["position"]) == (3, 0)
-
-
-def test_shuffle_false_keeps_the_order_of_the_file(path):
-    source = make(path, shuffle=False)
-    assert [(source.next(), source.rows)[1] for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 0]]
 
 
 def test_a_batch_holds_the_rows_tokens_and_its_denominators(path):
@@ -281,12 +275,6 @@ def test_eval_while_the_thread_works_changes_nothing(tmp_path):
         assert same(next(eval_batches(held_out, 8)), expected)
     source.close()
     assert not any(t.name.startswith("mrl-data") and t in source._thread._threads for t in threading.enumerate())
-
-
-def test_ranks_that_build_the_same_batch_agree(mixed):
-    keys = {"on_bad_row": "skip", "truncation": "drop", "max_length": 12, "size": 3}
-    a, b = make(mixed, **keys), make(mixed, prefetch=False, **keys)
-    assert all(same(a.next(), b.next()) for _ in itertools.repeat(None, 10))
 
 
 def test_usable_rows_are_counted_without_touching_the_counts_of_the_run(tmp_path):

@@ -81,12 +81,6 @@ def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_no
     assert encode(chat, CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
 
 
-def test_a_template_that_ends_every_rendering_with_eos_trains_each_turn_to_its_own_end():
-    whole, runs, _ = encode(Chat(FOUR), EOS_AT_THE_END)
-    assert runs == ["4<|im_end|>", "hello there<|im_end|>"]
-    assert whole.endswith("<|im_end|>\n</s>")
-
-
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
 def test_a_turn_without_an_end_token_is_an_error(loss_on):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -132,12 +126,6 @@ def test_bos_comes_once_whoever_writes_it():
         ids = encode(content, template, bos=True)[2].ids
         assert ids[0] == bos and ids.count(bos) == 1, content
     assert bos not in encode(Text("fox"), None)[2].ids
-
-
-def test_a_pair_goes_through_the_chat_template_where_there_is_one():
-    whole, runs, _ = encode(Pair("hello", "fox", "hello"))
-    assert whole == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfox<|im_end|>\n"
-    assert runs == ["fox<|im_end|>"]
 
 
 def test_a_pair_is_joined_and_ended_where_there_is_no_template_and_the_documented_template_gives_the_same():
@@ -186,12 +174,6 @@ def test_formats_are_detected_or_named(tmp_path, format, named):
         assert (example.ids, example.mask) == ([5, 6, 7], [0, 1, 1])
     else:
         assert trained_text(make_tokenizer(), example) == ["fox</s>" if format == "text" else "fox<|im_end|>"]
-
-
-def test_message_lists_as_prompt_and_completion(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": FOUR[:4], "completion": FOUR[4:]}])
-    example = SFTDataset(config(path), make_tokenizer()).load(0)
-    assert trained_text(make_tokenizer(), example) == ["hello there<|im_end|>"]
 
 
 def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):

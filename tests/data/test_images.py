@@ -174,13 +174,11 @@ MISTAKES = {
     "missing": ({**IMAGE, "path": "gone.png"}, "gone.png: there is no such file; paths are relative to the data file"),
     "cut off": ({**IMAGE, "path": "broken.png"}, "broken.png: is no image that can be read"),
     "a text file": ({**IMAGE, "path": "a.jsonl"}, "is no image that can be read"),
-    "bytes of something": ({**IMAGE, "bytes": "aGVsbG8="}, "its bytes: is no image"),
     "no base64": ({**IMAGE, "bytes": "???"}, "is not base64"),
     "a number": ({**IMAGE, "image": 3}, "is of type int"),
     "two sources": ({**IMAGE, "path": "a", "url": "b"}, "has path and url"),
     "video": ({"type": "video", "video": "a.mp4"}, "type is 'video'"),
     "no type": ({"image": "a.png"}, "has no type"),
-    "no text": ({"type": "text"}, "has no text"),
     "too narrow": ({**IMAGE, "bytes": png_text(0, 500, 1)}, "processor refuses the image"),
     "without image": (IMAGE, "0 images in its field images and 1 parts"),
 }  # fmt: skip

@@ -106,12 +106,6 @@ def test_an_end_of_prompts_is_of_pairs_alone(tmp_path):
         dataset(tmp_path, SINGLE, paired=False, prompt_end=END)
 
 
-def test_columns_are_renamed(tmp_path):
-    row = {"q": "2 + 2?", "better": "4", "worse": "fish"}
-    found = dataset(tmp_path, row, columns={"q": "prompt", "better": "chosen", "worse": "rejected"})
-    assert found.format == "preference" and len(found.load(0).answers) == 2
-
-
 def test_a_prompt_that_the_template_writes_by_what_follows_is_refused(tmp_path):
     """A template that marks its last turn: the earlier answer is told otherwise in one of the two."""
     loud = "{{ m.role }}{{ ' loud' if messages[-1].content == 'fish' and loop.index0 == 0 }}"
@@ -140,9 +134,6 @@ WRONG = {
     "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),
     "the same": ({**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
     "empty answer": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
-    "a number": ({"prompt": "a", "chosen": 4, "rejected": "b"}, "chosen is 4; give a string or a list"),
-    "empty list": ({**PAIR, "chosen": []}, "chosen is an empty list"),
-    "no role": ({**PAIR, "rejected": [{"content": "x"}]}, "rejected[0].role is missing or null"),
     "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
     "an image": (
         {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
@@ -191,12 +182,6 @@ def test_long_rows_are_refused_or_dropped_whole(tmp_path):
     dropped = found.load(0)
     assert isinstance(dropped, RejectedRow) and dropped.outcome == "dropped" and "rows.jsonl:1" in dropped.why
     assert [rows for rows, _ in in_order(found, 4)] == [[1]]
-
-
-def test_a_bad_row_is_skipped_where_that_is_asked_for(tmp_path):
-    found = dataset(tmp_path, PAIR, {**PAIR, "rejected": GOOD}, PAIR, on_bad_row="skip")
-    assert found.load(1).outcome == "skipped"
-    assert [rows for rows, _ in in_order(found, 1)] == [[0], [2]]
 
 
 def test_a_batch_has_chosen_first_and_counts_of_the_whole(tmp_path):

@@ -9,7 +9,7 @@ from mrl.data.dataset import RejectedRow
 from mrl.data.order import row_order
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
-from mrl.errors import CheckpointError, DataError
+from mrl.errors import DataError
 from tests.data import tiny_tokenizers
 from tests.data.tiny_tokenizers import turns
 
@@ -75,21 +75,11 @@ def test_tools_and_template_arguments_of_the_row(tmp_path, row):
     assert of_row(tmp_path, row, tiny_tokenizers.WITH_TOOLS)[1] == "TOOLS fox <|im_end|>\nLOUD5" + ASKED
 
 
-def test_a_system_message_in_front(tmp_path):
-    system = "<|im_start|>system\nfox<|im_end|>\n"
-    prompt, words = of_row(tmp_path, {"prompt": "hello"}, system="fox")
-    assert words == system + ASKED and prompt.content == "hello"
-    prompt, words = of_row(tmp_path, {"messages": [USER]}, system="fox")
-    assert words == system + ASKED and prompt.content == [USER]
+def test_a_system_message_of_the_row_and_of_the_config_are_one_error(tmp_path):
     with pytest.raises(DataError, match=r"a.jsonl:1: data.system: is set, and the row has a system message; remove"):
         of_row(tmp_path, {"messages": turns("hello", system="dog")}, system="fox", on_bad_row="skip")
     with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
         of_row(tmp_path, {"prompt": "hello"}, None, system="fox")
-
-
-def test_a_chat_template_from_a_file(tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %} Answer:")
-    assert of_row(tmp_path, {"prompt": "hello"}, None, chat_template=str(tmp_path / "t.jinja"))[1] == "hello Answer:"
 
 
 # ------------------------------------------------------------------------------------------------------------ bad rows
@@ -101,11 +91,8 @@ def test_a_chat_template_from_a_file(tmp_path):
         ({"messages": [USER]}, "has no field 'prompt', which prompts have since the first row; it has messages", "data.columns"),
         ({"prompt": 5}, "prompt is 5", "give a string"),
         ({"prompt": ""}, "prompt is empty", "or remove the row"),
-        ({"prompt": []}, "prompt is an empty list", "give a list of at least one"),
-        ({"prompt": [{"role": "user"}]}, "prompt[0].content is missing or null", "give a string"),
         ({"prompt": turns([{"type": "image", "path": "a.png"}])}, "prompt[0].content is a list of parts", "images train with mrl sft"),
         ({"prompt": turns("hello", "fox")}, "prompt has no user turn after an assistant turn", "come last"),
-        ("{oops", "is not a JSON object", "each line must be one object"),
     ],
 )  # fmt: skip
 def test_bad_rows(tmp_path, row, wrong, works):
@@ -203,15 +190,6 @@ def test_trap_32_a_resumed_source_goes_on_exactly(mixed, after):
     resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
     assert [resumed.take(2) for _ in range(6 - after)] == expected[after:]
     assert resumed.state_dict() == whole.state_dict() and resumed.counts == whole.counts
-
-
-def test_trap_32_changed_prompts_are_refused(mixed):
-    state = PromptSource(make(mixed, **SKIPS), seed=1).state_dict()
-    with pytest.raises(CheckpointError, match="seed: is 2 and was 1"):
-        PromptSource(make(mixed, **SKIPS), seed=2).load_state_dict(state)
-    tiny_tokenizers.write_jsonl(mixed, [{"prompt": "fox"}])
-    with pytest.raises(CheckpointError, match="data.train: .*mixed.jsonl has 1 rows and had 6"):
-        PromptSource(make(mixed), seed=1).load_state_dict(state)
 
 
 def test_a_bad_row_takes_nothing(mixed):

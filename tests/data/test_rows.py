@@ -303,10 +303,3 @@ def test_a_hub_id_goes_to_datasets_with_its_configuration(tmp_path, monkeypatch)
     assert read("openai/gsm8k:main")[1][0] == "openai/gsm8k:main[train]:row 0"
     assert len(read("ag_news", part="eval")[0]) == 7
     assert asked == [("openai/gsm8k", "main"), ("ag_news", None)]
-
-
-def test_eval_reads_the_evaluation_rows(tmp_path):
-    train = write_jsonl(tmp_path / "train.jsonl", ROWS)
-    held_out = write_jsonl(tmp_path / "eval.jsonl", ROWS[:2])
-    dataset = SFTDataset(config(train, eval=held_out), make_tokenizer(), part="eval")
-    assert len(dataset) == 2 and dataset.where(1) == f"{held_out}:2"

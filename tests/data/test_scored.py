@@ -65,21 +65,6 @@ def test_a_string_row_has_its_tools_and_template_arguments_as_in_mrl_ppo(tmp_pat
     assert tokenizer.decode(sequence.ids).startswith("TOOLS add <|im_end|>\nLOUD7<|im_start|>user")
 
 
-def test_a_system_text_stands_before_conversations_that_have_none(tmp_path):
-    (before,), (after,) = (
-        dataset(tmp_path, STEPS, loss="steps", **keys).load(0).sequences for keys in ({}, {"system": "fox"})
-    )
-    tokenizer = make_tokenizer()
-    assert tokenizer.decode(after.ids) == "<|im_start|>system\nfox<|im_end|>\n" + tokenizer.decode(before.ids)
-    more = len(after.ids) - len(before.ids)
-    assert after.places == tuple(place + more for place in before.places)
-    own = {**GRADED, "prompt": [{"role": "system", "content": "dog"}, *ASKED]}
-    (sequence,) = dataset(tmp_path, own, loss="regression", system="fox").load(0).sequences
-    assert tokenizer.decode(sequence.ids).startswith("<|im_start|>system\ndog<|im_end|>\n<|im_start|>user")
-    with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
-        dataset(tmp_path, STEPS, loss="steps", system="fox", tokenizer=make_tokenizer(None))
-
-
 def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_template_renders(tmp_path):
     """Without a template `mrl ppo` joins prompt and answer to the same text."""
     row = {"chosen": "Q: 2 + 2?\nA: 4", "rejected": "Q: 2 + 2?\nA: fish"}
@@ -198,27 +183,21 @@ CASES = {
         "bradley_terry", {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
         "has an image, which reward models do not read; leave the row out",
     ),
-    "margin is true": ("bradley_terry", {**PAIR, "margin": True}, "margin is True; give a number"),
     "the same": ("bradley_terry", {**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
     "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
     "a user ends it": ("bradley_terry", {**PAIR, "chosen": GOOD + ASKED}, "its last message is of the role user"),
-    "empty answer": ("bradley_terry", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
     "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion no list"),
     "score is text": ("regression", {**GRADED, "score": "1.5"}, "score is '1.5'; give a number"),
     "score is true": ("regression", {**GRADED, "score": True}, "score is True; give a number"),
     "score is huge": ("regression", {**GRADED, "score": 10**400}, f"score is {10**39}; give a number"),
     "score is infinite": ("regression", '{"prompt": "a", "completion": "b", "score": Infinity}', "score is inf; give a number"),
     "score is null": ("regression", {**GRADED, "score": None}, "score is null, and the format graded needs it"),
-    "completion is a number": ("regression", {"prompt": "a", "completion": 4, "score": 1}, "completion is 4; give a"),
     "no steps": ("steps", {**STEPS, "completions": []}, "completions is []; give a list"),
-    "one text": ("steps", {**STEPS, "completions": "a"}, "completions is 'a'; give a list"),
-    "labels is one": ("steps", {**STEPS, "labels": True}, "labels is True; give a list"),
     "fewer labels": ("steps", {**STEPS, "labels": [1]}, "has 3 completions and 1 label; give one label for each"),
     "an empty step": ("steps", {**STEPS, "completions": ["a", " \n", "b"]}, "completions[1] is ' \\n'; give the text"),
     "a step is a message": ("steps", {**STEPS, "completions": [*GOOD, "a", "b"]}, "completions[0] is {'role'"),
     "label above 1": ("steps", {**STEPS, "labels": [1, 2, 0]}, "labels[1] is 2; give true for a right step"),
     "label is text": ("steps", {**STEPS, "labels": [1, 0, "+"]}, "labels[2] is '+'; give true for a right step"),
-    "label is null": ("steps", {**STEPS, "labels": [1, None, 0]}, "labels[1] is None"),
 }  # fmt: skip
 
 

@@ -135,13 +135,14 @@ def values(command, folder):
 
 def unread(command, folder, base, put, tried) -> list[str]:
     """Which values change nothing, and are not refused. put: returns `base` with a key's value in it."""
-    found = []
+    found, before = [], {}
     for name, pairs in tried.items():
         for value, beside in pairs:
             with_it = {**base, **beside}
-            before = outcome(command, folder, with_it)
+            if str(beside) not in before:
+                before[str(beside)] = outcome(command, folder, with_it)
             after = outcome(command, folder, put(with_it, name, value))
-            if before == after:
+            if before[str(beside)] == after:
                 found.append(f"{name}={value}: {after[:120]}")
     return found
 

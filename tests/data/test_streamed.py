@@ -19,16 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from mrl.config.schema import DataConfig
-from mrl.config.sources import SFTShare, train_of
 from mrl.data import remote
 from mrl.data.batches import BatchSource
-from mrl.data.dataset import SFTDataset
-from mrl.data.mixture import train_rows
 from mrl.errors import CheckpointError, DataError
+from tests.data import test_mixture
 from tests.data.hub import serving_hub
 from tests.data.test_batches import check_resume, same, state_of
-from tests.data.tiny_tokenizers import make_tokenizer
 from tests.data.web import Site, serving
 
 WORDS = ["fox", "dog", "the quick brown fox", "lazy", "4", "What is 2 + 2?"]
@@ -76,11 +72,8 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(remote, "WAITS_TO_FIND_S", (0,))
 
 
-def source(train, *, size=4, seed=0, prefetch=False, shuffle=True, **keys) -> BatchSource:
-    keys = {"max_length": 512, "stream": True, "shuffle": shuffle} | keys
-    data = DataConfig(train=train_of(SFTShare)(train, "data.train"), **keys)
-    dataset = train_rows(data, lambda one: SFTDataset(one, make_tokenizer()))
-    return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
+def source(train, **keys) -> BatchSource:
+    return test_mixture.source(train, **{"stream": True} | keys)
 
 
 def taken(made: BatchSource, batches: int) -> list[str]:
@@ -214,16 +207,6 @@ def test_text_that_is_no_utf8_in_parquet_is_a_line(tmp_path):
         source(str(tmp_path / "bad.parquet"), size=1).next()
 
 
-def test_a_source_that_fails_later_fails_then(site):
-    made = source(site.url("c.jsonl"), shuffle_buffer=0, size=31)
-    order = taken(made, 1)
-    site.fails = 503
-    with pytest.raises(DataError, match=r"^data.train: http.*c.jsonl cannot be read \(HTTPError: HTTP Error 503: "):
-        for _ in range(9):  # what was read ahead is given first
-            order += taken(made, 1)
-    assert order == expected(".jsonl", "c", 0, len(order))
-
-
 def mixture(folder: pathlib.Path, **streamed) -> list[dict]:
     streamed = {"stream": True, "shuffle_buffer": 5, "weight": 0.75, "name": "web"} | streamed
     return [{"path": str(folder / "*.jsonl"), **streamed}, {"path": str(folder / "b.jsonl"), "weight": 0.25}]
@@ -304,7 +287,7 @@ def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_p
     notes = live.take_notes()
     assert live.counts["skipped"] == len(notes) == 2
     assert all(f"b{form}:" in note and "from here on" in note for note in notes)
-    for at in range(0, len(batches) - 1, 3):
+    for at in range(0, len(batches) - 1, 7):
         check_resume(make(on_bad_row="skip"), states[at], batches[at : at + 2], states[at + 2])
     for name in "ac":
         (tmp_path / f"{name}{form}").unlink()

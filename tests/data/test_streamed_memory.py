@@ -14,7 +14,7 @@ from mrl.data.streamed import Cursor, one_process_exchange
 
 
 def test_memory_does_not_grow_with_the_stream(tmp_path):
-    """20 MB of rows take no more than 5 MB of them do: two blocks of 100 kB, and what is read at a time."""
+    """10 MB of rows take no more than 3 MB of them do: two blocks of 100 kB, and what is read at a time."""
 
     def peak(rows: int) -> int:
         path = tmp_path / f"{rows}.jsonl"
@@ -30,7 +30,7 @@ def test_memory_does_not_grow_with_the_stream(tmp_path):
         assert stream[index]["unread"] == f"{rows - 1:01000}"
         return most
 
-    small, large = peak(5000), peak(20000)
+    small, large = peak(2500), peak(10000)
     assert large < 1.1 * small + 500_000 and large < 12 << 20
 
 

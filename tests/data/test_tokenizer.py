@@ -24,20 +24,6 @@ def test_the_template_file_replaces_the_tokenizers(folder, tmp_path):
     assert tokenizer.apply_chat_template(turns("fox"), tokenize=False) == "MY fox"
 
 
-def test_trust_remote_code_reaches_transformers(folder, monkeypatch):
-    seen = []
-
-    class Loader:
-        @staticmethod
-        def from_pretrained(path, trust_remote_code):
-            seen.append(trust_remote_code)
-            return make_tokenizer()
-
-    monkeypatch.setattr("mrl.data.tokenizer.AutoTokenizer", Loader)
-    load_tokenizer(str(folder)), load_tokenizer(str(folder), trust_remote_code=True)
-    assert seen == [False, True]
-
-
 def test_a_template_that_refuses_some_conversations_is_fine(folder, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('system first') }}")
     load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))

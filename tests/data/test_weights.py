@@ -5,7 +5,7 @@ import pytest
 from mrl.data.batches import batch_of
 from mrl.data.dataset import Example, SFTDataset
 from mrl.errors import DataError
-from tests.data.tiny_tokenizers import CHATML, CHATML_MARKED, config, make_tokenizer, trained_text, turns, write_jsonl
+from tests.data.tiny_tokenizers import CHATML, CHATML_MARKED, config, make_tokenizer, trained_text, write_jsonl
 
 # As Qwen3: tool messages that follow each other stand in one user turn.
 TOOLS_IN_ONE_TURN = (
@@ -96,16 +96,11 @@ def test_a_row_of_weight_0_keeps_its_place_and_one_alone_is_refused(tmp_path):
         batch_of([nothing])
 
 
-def test_a_system_text_stands_before_conversations_without_one(tmp_path):
-    bare = TALK[1:]
-    for row in ({"messages": bare}, {"prompt": bare[:1], "completion": bare[1:]}):
-        with_text = load(tmp_path, row, system="You are", loss_on=("assistant", "tool", "system"))
-        before = turns(system="You are") + bare
-        expected = load(tmp_path, {"messages": before}, loss_on=("assistant", "tool", "system"))
-        trains = [("You are<|im_end|>", 1)] if "messages" in row else []
-        assert with_text.ids == expected.ids and weighed(with_text) == trains + weighed(expected)[1:]
-    prompted = {"prompt": bare[:1], "completion": bare[1:2]}
+def test_a_system_text_of_a_prompt_never_trains_and_gives_way_to_the_rows_own(tmp_path):
+    prompted = {"prompt": TALK[1:2], "completion": TALK[2:3]}
     assert weighed(load(tmp_path, prompted, system="You are", loss_on=("user", "assistant"))) == [("dog<|im_end|>", 1)]
+    found = load(tmp_path, {"messages": TALK[1:]}, system="You are", loss_on=("assistant", "system"))
+    assert [text for text, _ in weighed(found)] == ["You are<|im_end|>", "dog<|im_end|>", "over<|im_end|>"]
     assert load(tmp_path, {"messages": TALK}, system="You are") == load(tmp_path, {"messages": TALK})
 
 
@@ -114,8 +109,6 @@ DOG = {"role": "assistant", "content": "dog"}
 BAD = {
     "negative": ({"text": "a", "weight": -1}, {}, "weight is -1; give a number from 0 to 1e+06, or rename the field"),
     "text": ({"text": "a", "weight": "high"}, {}, "weight is 'high'; give a number from 0"),
-    "true": ({"text": "a", "weight": True}, {}, "weight is True; give a number from 0"),
-    "large": ({"text": "a", "weight": 1e7}, {}, "weight is 10000000.0; give a number"),
     "nan": ('{"text": "a", "weight": NaN}', {}, "weight is nan; give a number"),
     "message": ({"messages": [USER, DOG | {"weight": "1"}]}, {}, "messages[1].weight is '1'; give a number from 0"),
     "completion": ({"prompt": [USER], "completion": [DOG | {"weight": -2}]}, {}, "completion[0].weight is -2; give a"),
@@ -128,8 +121,6 @@ BAD = {
     "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, but data.loss_on all"),
     "no such role": ({"messages": [USER, DOG]}, {"loss_on": ("tool",)}, "has nothing to train on: the conversation has"),
     "of tokens": ({"input_ids": [1, 2], "weights": [1]}, {}, "weights is a list; give a list of 2 numbers, one per tok"),
-    "a number": ({"input_ids": [1, 2], "weights": 3}, {}, "weights is 3; give a list of 2 numbers"),
-    "of a token": ({"input_ids": [1, 2], "weights": [1, -1]}, {}, "weights[1] is -1; give a number"),
     "and labels": ({"input_ids": [1, 2], "weights": [1, 1], "labels": [1, 2]}, {}, "has labels and weights; keep the"),
     "tokens": ({"input_ids": [1, 2]}, {"loss_on": ("tool",)}, "data.loss_on: ['tool'], but tokenized rows have no turn"),
     "a text": ({"text": "a"}, {"system": "You"}, "data.system: is set, but text rows have no turns; leave it out"),

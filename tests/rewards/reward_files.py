@@ -16,7 +16,6 @@ def size(prompt, completion, row): return len(completion) + neighbour.ZERO
 def shout(prompt, completion, row): print("printed"); return completion.isupper()
 def messages(prompt, completion, row): return len(prompt)
 def takes_from_row(prompt, completion, row): return row["nested"].pop("value")
-def from_row(prompt, completion, row): return row["value"]
 def own_loop(prompt, completion, row): return asyncio.run(asyncio.sleep(0, 2.0))
 
 def script(prompt, completion, row):
@@ -33,7 +32,6 @@ def script(prompt, completion, row):
     if what == "segfault": ctypes.string_at(0)
     if what == "leave": sys.exit(0)
     if what == "raise": raise KeyError(argument)
-    if what == "child": subprocess.Popen(["sleep", argument]); time.sleep(1000)
     if what == "setsid": subprocess.Popen(["sleep", argument], start_new_session=True); time.sleep(1000)
     if what == "later": threading.Timer(0.05, os._exit, [9]).start(); return 1
     if what == "note": pathlib.Path(argument).open("a").write("x"); return 1
@@ -41,7 +39,6 @@ def script(prompt, completion, row):
         tries = pathlib.Path(argument); tries.open("a").write("x")
         if tries.stat().st_size < 3: raise ConnectionError("busy")
         return 1
-    if what == "pid": return os.getpid()
 
 async def async_script(prompt, completion, row):
     if completion == "same loop": return CLIENT.setdefault("loop", asyncio.get_running_loop()) is asyncio.get_running_loop()

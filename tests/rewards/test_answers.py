@@ -26,11 +26,6 @@ ROWS = [
         "$<<0.2*50=10>>10.\n#### 10",
         "10",
     ),
-    (
-        "In the beginning, Betty has only 100 / 2 = $<<100/2=50>>50.\nBetty's grandparents gave her 15 * 2 = "
-        "$<<15*2=30>>30.\nThis means, Betty needs 100 - 50 - 30 - 15 = $<<100-50-30-15=5>>5 more.\n#### 5",
-        "5",
-    ),
 ]
 
 

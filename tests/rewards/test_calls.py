@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import functools
 import re
 
@@ -109,6 +110,9 @@ ONE, VERL, TRL, GROUP = (
     ("call", "returned", "values"),
     [
         (ONE, True, (1.0,)),
+        (ONE, fractions.Fraction(1, 2), (0.5,)),
+        (ONE, np.bool_(True), (1.0,)),
+        (ONE, np.array(3), (3.0,)),
         (VERL, {"score": 0.5, "acc": True}, (0.5,)),
         (TRL, [1, None], (1.0, 0.0)),  # None: the function has nothing to say of a sample
         (TRL, np.array([1, 2]), (1.0, 2.0)),
@@ -123,6 +127,10 @@ def test_what_a_function_may_return(call, returned, values):
     ("call", "returned", "message"),
     [
         (ONE, {"score": 1}, r"returned \{'score': 1\} \(dict\), which is no number"),
+        (ONE, "0.5", r"returned '0.5' \(str\), which is no number"),
+        (ONE, 1j, r"returned 1j \(complex\)"),
+        (ONE, float("inf"), "returned inf, which is not finite"),
+        (ONE, np.ones(2), r"returned array\(\[1., 1.\]\) \(ndarray\)"),
         (VERL, {"acc": 1}, "returned a mapping without score; it has acc"),
         (TRL, [1], "returned 1 values for 2 completions"),
         (TRL, 0.5, r"returned 0.5 \(float\), which is no list of numbers, one for each of 2 completions"),

@@ -17,7 +17,7 @@ from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.reward_files import processes_with, write_functions
-from tests.tiers import in_tiers
+from tests.tiers import slow_but
 
 NAMES = (
     "script", "async_script", "size", "shout", "messages", "own_loop", "judge", "takes_from_row", "of_verl", "of_verl_async",
@@ -95,27 +95,12 @@ def test_signals_that_stop_a_run_do_not_end_scoring(pool):
     assert pool.run(scripts(f"give ({signals}, 3.0)[-1]")) == [gave(3.0)]
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("1", 1), ("True", 1), ("-2.5", -2.5), ("__import__('fractions').Fraction(1, 2)", 0.5), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('numpy').bool_(True)", 1), ("__import__('numpy').array(3)", 3)],
-)  # fmt: skip
-def test_what_is_a_number(pool, expression, value):
-    assert pool.run(scripts(f"give {expression}")) == [gave(float(value))]
-
-
 @pytest.mark.parametrize("name", ["script", "async_script"])
 @pytest.mark.parametrize(
     ("completion", "fault"),
     [
         ("give None", r"returned None \(NoneType\), which is no number"),
-        ("give '0.5'", r"returned '0.5' \(str\), which is no number"),
-        ("give [1.0]", r"returned \[1.0\] \(list\)"),
-        ("give 1j", r"returned 1j \(complex\)"),
-        ("give float('nan')", "returned nan, which is not finite"),
-        ("give float('inf')", "returned inf, which is not finite"),
         ("give 10 ** 400", "int too large"),
-        ("give __import__('numpy').ones(2)", r"returned array\(\[1., 1.\]\) \(ndarray\)"),
-        ("give async_script(1, 'sleep 0', {})", "returned <coroutine object"),
         ("raise x", r"raised KeyError: 'x' \(my_rewards.py:\d+\)"),
         ("leave", r"raised SystemExit: 0 \(my_rewards.py:\d+\)"),
         ("exit", r"ended its process \(exit status 7\)"),
@@ -128,17 +113,11 @@ def test_faults(pool, name, completion, fault):
     assert bad.values is None and not bad.timed_out and re.match(fault, bad.fault), bad
 
 
-HANGS = {
-    "script": ("hang", "hang_in_c", "ignore_signals"), "async_script": ("sleep 1000", "hang", "stubborn", "hang_in_c"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "completion"),
-    in_tiers(
+    slow_but(
         [("script", "hang_in_c"), ("async_script", "stubborn")],
-        [("script", "ignore_signals"), ("async_script", "hang_in_c"), ("async_script", "sleep 1000")],
-        [(name, how) for name, of in HANGS.items() for how in of],
+        [("script", "hang_in_c"), ("async_script", "stubborn"), ("script", "ignore_signals"), ("async_script", "hang")],
     ),
 )
 def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
@@ -223,10 +202,10 @@ def test_closing_leaves_no_process_and_no_descriptor(path):
         pool.run([])
 
 
-@pytest.mark.parametrize("how", ["child", "setsid"])
-def test_what_a_function_started_is_killed_with_it(pool, how):
-    mark = f"62.{os.getpid()}{how == 'child':d}"
-    assert pool.run(scripts(f"{how} {mark}"))[0].timed_out
+def test_what_a_function_started_is_killed_with_it(pool):
+    """Also in a session of its own."""
+    mark = f"62.{os.getpid()}"
+    assert pool.run(scripts(f"setsid {mark}"))[0].timed_out
     assert not processes_with(mark)
 
 
@@ -292,9 +271,8 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path, path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal on the pipe is Linux's")
-@pytest.mark.parametrize("completion", ["hang", "hang_in_c"])
-def test_processes_die_with_the_one_that_holds_the_pool(tmp_path, path, completion):
-    process = run_script(tmp_path, path, completion)
+def test_processes_die_with_the_one_that_holds_the_pool(tmp_path, path):
+    process = run_script(tmp_path, path, "hang_in_c")
     assert process.stdout.readline() == "main\n"
     _, *pids = process.stdout.readline().split()
     time.sleep(0.3)
