@@ -118,16 +118,14 @@ def requests(numbers, count):
     ]
 
 
-@pytest.mark.parametrize("cache_tokens", [18, 40, 1000])
-@pytest.mark.parametrize("prefill_tokens", [1, 3, 100])
 @pytest.mark.parametrize(("first", "recurrent"), [(1, False), (4, False), (256, False), (4, True)])
 @pytest.mark.parametrize("late", [False, True])
-def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first, recurrent, late):
+def test_every_sequence_is_as_alone(monkeypatch, first, recurrent, late):
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
-    for seed in range(150):
+    for seed in range(300):
         numbers = random.Random(seed)
+        limits = {"cache_tokens": numbers.choice((18, 40, 1000)), "prefill_tokens": numbers.choice((1, 3, 100))}
         wanted = requests(numbers, numbers.randint(0, 14))
-        limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
         done, _ = complete(wanted, **limits, recurrent=recurrent, late=late)
         assert done == [alone(request) for request in wanted]
 
@@ -147,13 +145,13 @@ def test_samples_of_a_prompt_share_it(recurrent):
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("room", [0, 20, 1000])
-@pytest.mark.parametrize(("cache_tokens", "prefill_tokens", "first"), [(60, 3, 4), (200, 100, 256)])
-def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, late, cache_tokens, prefill_tokens, first):
+def test_conversations_go_on_with_what_is_kept(monkeypatch, room, recurrent, late):
     """Random conversations: those that go on, end, or change what was said before, are as without anything kept."""
-    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     with_kept, without, restored = 0, 0, 0
-    for seed in range(100):
+    for seed in range(60):
         numbers, kept = random.Random(seed), KeptSequences(room)
+        cache_tokens, prefill_tokens, first = ((60, 3, 4), (200, 100, 256))[seed % 2]
+        monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
         key = lambda i: SamplingKey(sample=i)  # noqa: E731
         live = {i: [numbers.randrange(50) for _ in range(numbers.choice((1, 5)))] for i in range(numbers.randint(1, 8))}
         while live:

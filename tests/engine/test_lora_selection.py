@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.lora.selection import injection, shapes_of_folder
-from mrl.engine.lora.shapes import AdapterShape, deinterleave, initial_a, interleave, join_experts
+from mrl.engine.lora.shapes import initial_a
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 
-MODELS = ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe"]
 SELECTIONS = {
     "all-linear": ({"target_modules": "all-linear"}, "all-linear"),
-    "list": ({"target_modules": ["q_proj", "o_proj", "q_b_proj"]}, ("q_proj", "o_proj", "q_b_proj")),
+    "list": ({"target_modules": ["q_proj", "o_proj"]}, ("q_proj", "o_proj")),
     "expression": ({"target_modules": r".*layers\.1\.self_attn\.o_proj"}, r".*layers\.1\.self_attn\.o_proj"),
     "experts": (
         {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
@@ -34,19 +33,14 @@ SELECTIONS = {
 @pytest.mark.parametrize(
     ("family", "selection"),
     [
-        pytest.param(family, name, marks=[] if family in ("llama", "qwen3_moe") else pytest.mark.nightly)
-        for family in MODELS
-        for name in SELECTIONS
-        if (family, name) != ("llama", "experts")
+        ("llama", "list"), ("llama", "expression"), ("qwen3_moe", "all-linear"), ("qwen3_moe", "experts"),
+        *(pytest.param(family, "all-linear", marks=pytest.mark.nightly) for family in ("deepseek_v3", "qwen3_5_moe")),
+        pytest.param("gpt_oss", "experts", marks=pytest.mark.nightly),
     ],
-)
+)  # fmt: skip
 def test_a_selection_means_what_it_means_in_peft(folder, tmp_path, family, selection):
     """Names, shapes and logits: peft's own injection with the same selection, given our values, and the folder that we write."""
     given, ours = copy.deepcopy(SELECTIONS[selection])
-    if isinstance(ours, tuple) and family != "deepseek_v3":
-        ours = tuple(name for name in ours if name != "q_b_proj")
-    elif isinstance(ours, tuple):
-        ours = tuple(name for name in ours if name != "q_proj")
     lora = LoraConfig(rank=3, alpha=5.0, target_modules=ours)
     config = peft.LoraConfig(r=3, lora_alpha=5.0, task_type="CAUSAL_LM", **given)
     base = AutoModelForCausalLM.from_pretrained(folder(family), dtype=torch.float32, attn_implementation="eager")
@@ -84,16 +78,6 @@ def test_what_peft_draws_is_drawn_from_no_run(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_scales(folder):
-    def scale(**fields):
-        return next(iter(adapters(folder("llama"), LoraConfig(**fields), "lm").values())).scale
-
-    assert scale(rank=4, alpha=6.0) == 1.5
-    assert scale(rank=4, alpha=6.0, rslora=True) == 3.0
-    fused = adapters(folder("qwen3_moe"), LoraConfig(rank=4, alpha=6.0), "lm")
-    assert {shape.scale for shape in fused.values()} == {1.5}, "twice the rank and twice the alpha for gate and up"
-
-
 def test_a_starts_as_in_peft_and_follows_from_seed_and_name(folder):
     shapes = list(adapters(folder("llama"), LoraConfig(rank=8), "lm").values())
     first, second = initial_a(shapes[0], 0), initial_a(shapes[1], 0)
@@ -124,7 +108,7 @@ def test_a_starts_as_in_peft_and_follows_from_seed_and_name(folder):
         ("llama", {"exclude_modules": ("nope",)}, "exclude_modules", '"nope" matches no module'),
         (
             "llama",
-            {"target_modules": ("q_proj",), "exclude_modules": ("q_proj",)},
+            {"target_modules": ("o_proj",), "exclude_modules": ("o_proj",)},
             "target_modules",
             "leaves no adapter",
         ),
@@ -190,8 +174,6 @@ def test_an_adapter_whose_base_was_changed_is_refused(folder, tmp_path, init):
     ("fields", "says"),
     [
         ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq' changed the base"),
-        ({"init_lora_weights": "corda"}, "init_lora_weights 'corda' changed the base"),
-        ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' changed the base"),
         ({"use_dora": True}, "use_dora makes more of it"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens makes more of it"),
         ({"lora_bias": True}, "lora_bias makes more of it"),
@@ -211,16 +193,3 @@ def test_what_is_no_plain_adapter(folder, tmp_path, fields, says):
     with pytest.raises(ModelError) as caught:
         shapes_of_folder(str(tmp_path), folder("llama"))
     assert says in str(caught.value) and "\n" not in str(caught.value), caught.value
-
-
-def test_tensors_of_experts_are_split_and_joined_to_the_bit():
-    shape = AdapterShape("experts", "experts", in_features=5, out_features=6, rank=2, scale=1.0, experts=3)
-    a, b = torch.randn(shape.a_shape), torch.randn(shape.b_shape)
-    a_ERI, b_EOR = shape.split(a, "A"), shape.split(b, "B")
-    assert a_ERI.shape == (3, 2, 5) and b_EOR.shape == (3, 6, 2)
-    assert torch.equal(a_ERI[1], a[2:4]), "rows of expert 0 first, then those of expert 1"
-    assert torch.equal(b_EOR[1], b[:, 1::3]), "column r of expert e is r * E + e"
-    assert torch.equal(join_experts(a_ERI, "A"), a) and torch.equal(join_experts(b_EOR, "B"), b)
-    parts = interleave(b_EOR, 2)
-    assert torch.equal(parts[:, ::2], b_EOR[:, :3]) and torch.equal(parts[:, 1::2], b_EOR[:, 3:])
-    assert torch.equal(deinterleave(parts, 2), b_EOR)
