@@ -6,68 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
-VOCAB = 131  # odd: needs padding at any tp
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+VOCAB = tiny.VOCAB  # odd: needs padding at any tp
+# name: family of tests/engine/tiny.py, and what its config has beyond that
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in tiny.FAMILIES if family != "llama3"},
+    "mixtral": ("mixtral", {"head_dim": 8}),  # mbridge multiplies by it
+    "llama_bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_bias": ("qwen3", {"attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "qwen3_moe_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "glm4_moe_plain": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+    "deepseek_v3_q": ("deepseek_v3", {"q_lora_rank": None}),
 }
-SMALL_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
-ROUTED = {"n_routed_experts": 4, **SMALL_EXPERTS}
-# family: what its config has beyond COMMON; one that is not here has what tests/engine/tiny.py gives it
-MODELS = {
-    "llama": {},
-    "llama_bias": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_bias": {"attention_bias": True},
-    "qwen3_moe": {"num_experts": 4, **SMALL_EXPERTS, "mlp_only_layers": [1]},
-    "qwen3_moe_step": {"num_experts": 4, **SMALL_EXPERTS, "decoder_sparse_step": 2},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},  # its norms are as wide as the hidden size
-    "qwen2_moe": {
-        "num_experts": 4,
-        **SMALL_EXPERTS,
-        "shared_expert_intermediate_size": 20,
-        "mlp_only_layers": [1],
-    },
-    "glm4_moe": {**ROUTED, "n_shared_experts": 2, "use_qk_norm": True},
-    "deepseek_v3_moe": {
-        **ROUTED,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 2,
-        "num_key_value_heads": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-    "glm4_moe_bias": {**ROUTED, "attention_bias": True},
-}
-MODELS |= {
-    family: fields
-    for family, (model_type, fields) in tiny.FAMILIES.items()
-    if family == model_type and not any(name.startswith(family) for name in MODELS)
-}
-MODELS["deepseek_v3_moe_q"] = MODELS["deepseek_v3_moe"] | {"q_lora_rank": None}
-MOE = tuple(name for name, fields in MODELS.items() if any("experts" in field for field in fields))
+MOE = tuple(name for name, (of, _) in MODELS.items() if any("experts" in field for field in tiny.FAMILIES[of][1]))
 
 DENSE_LAYOUTS = {
     "tp1": ParallelDims(),
@@ -108,8 +67,8 @@ def save(
     **options: object,
 ) -> Path:
     """Save the random model `name` into `folder`; every weight random, norms and biases too. fields: of its config."""
-    model_type = "deepseek_v3" if name.startswith("deepseek") else name.removesuffix("_bias").removesuffix("_step")
-    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name] | fields, tie_word_embeddings=tied)
+    family, of_variant = MODELS[name]
+    config = tiny.config_of(family, layers=4, tied=tied, **of_variant | dict(fields))
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -14,7 +14,6 @@ from mrl.weights.accounting import account, check_model
 from mrl.weights.families import family_for
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.safetensors_io import SafetensorsReader, TensorInfo
-from tests.weights.models import MODELS
 
 NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
@@ -29,8 +28,8 @@ def check(folder, **options) -> list[str]:
 def variant(saved, tmp_path):
     """`variant(change, tied=False)`: a copy of the llama folder after `change(weights)`."""
 
-    def make(change, *, tied=False, model="llama"):
-        hf = saved(model, tied=tied)
+    def make(change, *, tied=False):
+        hf = saved("llama", tied=tied)
         shutil.copy(hf.path / "config.json", tmp_path)
         weights = {name: tensor.clone() for name, tensor in hf.weights.items()}
         change(weights)
@@ -38,12 +37,6 @@ def variant(saved, tmp_path):
         return tmp_path
 
     return make
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-def test_what_transformers_saves_is_accounted_for(saved, model, tied):
-    assert check(saved(model, tied=tied).path) == []
 
 
 FAULTS = {
@@ -54,15 +47,9 @@ FAULTS = {
         "1 missing (lm_head.weight), the folder holds a sequence classifier or a reward model: give a language model, ",
     ),
     "unknown": (lambda w: w.update(extra=torch.zeros(1)), "1 left over (extra)"),
-    "shape": (lambda w: w.update({NORM: torch.zeros(8)}), f"{NORM} is [8], not [16]"),
-    "transposed": (lambda w: w.update({EMBED: w[EMBED].t().contiguous()}), f"{EMBED} is [16, 131], not [131, 16]"),
+    "shape": (lambda w: w.update({NORM: torch.zeros(8)}), f"{NORM} is [8], not [32]"),
     "dtype": (lambda w: w.update({NORM: w[NORM].to(torch.int8)}), f"{NORM} is I8"),
-    "fp8": (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), f"{NORM} is F8_E4M3"),
-    "a bias config.json denies": (
-        lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}),
-        "1 left over (model.layers.0.self_attn.q_proj.bias)",
-    ),
-    "a layer more": (lambda w: w.update({"model.layers.4.mlp.up_proj.weight": torch.zeros(24, 16)}), "1 left over"),
+    "a layer more": (lambda w: w.update({"model.layers.4.mlp.up_proj.weight": torch.zeros(48, 32)}), "1 left over"),
 }
 
 
@@ -117,9 +104,3 @@ def test_an_untied_folder_with_tied_config_says_how(saved, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
     with pytest.raises(ModelError, match="set tie_word_embeddings to false or remove lm_head.weight"):
         check(tmp_path / "m")
-
-
-def test_missing_expert_is_named(variant):
-    name = "model.layers.2.block_sparse_moe.experts.3.w2.weight"
-    with pytest.raises(ModelError, match=f"1 missing .{name}"):
-        check(variant(lambda w: w.pop(name), model="mixtral"))

@@ -80,11 +80,11 @@ def test_every_field_has_a_range_and_what_is_outside_is_refused_by_its_name(mode
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_no_value_at_all_is_a_traceback(model_type):
-    """Of fields without a range too, and of values in range that fit no other field: accepted, or one line."""
+    """Of fields without a range, and of values in range that fit no other field: accepted, or one line."""
     whole = config_of(model_type)
     for name in whole:
         if name != "model_type":
-            for value in (*ODD, None, 1, 3, 0.5, ["x", "x"], [[1], [1]]):
+            for value in (*(() if name in FIELDS else ODD), None, 1, 3, 0.5, ["x", "x"], [[1], [1]]):
                 line = said(whole | {name: value})
                 assert line is None or ("\n" not in line and len(line) < 500), (name, value, line)
 

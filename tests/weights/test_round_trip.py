@@ -9,13 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.parallel import Coordinates
 from mrl.weights.accounting import check_model
 from mrl.weights.families import family_for
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.rules import chunk_plans, expected_hf_names, export_order, padded_vocab, param_map
 from mrl.weights.safetensors_io import SafetensorsReader
-from mrl.weights.stacks import restack, stored_shapes, unstacking_read
+from mrl.weights.stacks import restack, unstacking_read
 from tests.weights.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB
 
 CASES = [(m, layout) for m in MODELS for layout in (LAYOUTS if m in MOE else DENSE_LAYOUTS)]
@@ -60,14 +59,11 @@ VARIANTS = {
 }
 
 
-# each model in each layout with one of the four variants in turn; the others in the nightly tier
+# each model in each layout with one of the four variants in turn
 ONE_EACH = [(*case, list(VARIANTS)[i % 4]) for i, case in enumerate(CASES)]
-REST = [(*case, variant) for case in CASES for variant in VARIANTS if (*case, variant) not in ONE_EACH]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "variant"), [*ONE_EACH, *(pytest.param(*case, marks=pytest.mark.nightly) for case in REST)]
-)
+@pytest.mark.parametrize(("model", "layout", "variant"), ONE_EACH)
 def test_shards_merge_to_the_same_tensors(saved, model, layout, variant):
     tied, dtype, spec = VARIANTS[variant]
     hf, layout = saved(model, tied=tied, dtype=dtype), LAYOUTS[layout]
@@ -84,7 +80,7 @@ def test_shards_merge_to_the_same_tensors(saved, model, layout, variant):
         assert out[name].dtype == tensor.dtype == dtype and torch.equal(out[name], tensor), name
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_each_rank_reads_only_its_part(saved, model):
     hf = saved(model)
     config = read_hf_config(hf.path)
@@ -123,7 +119,7 @@ def test_trap_13_padding_rows_are_zero_on_import_and_trimmed_on_export(saved, tp
         shards, _ = load_all(hf.weights.__getitem__, family, config, layout, vocab_multiple=multiple)
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             whole = torch.cat([shards[rank, 0, name] for rank in range(tp)])
-            assert whole.shape == (padded, 16)
+            assert whole.shape == (padded, 32)
             assert whole[VOCAB:].count_nonzero() == 0
             for rank in range(tp):  # whatever training left in the padding never reaches the file
                 local = shards[rank, 0, name]
@@ -134,7 +130,7 @@ def test_trap_13_padding_rows_are_zero_on_import_and_trimmed_on_export(saved, tp
         assert torch.equal(out["model.embed_tokens.weight"], hf.weights["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2", "pp3_uneven", "pp2xvpp2", "tp2xpp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2xvpp2", "tp2xpp2"])
 def test_trap_11_tied_weights_are_on_both_ends_of_the_pipeline_and_exported_once(saved, layout):
     hf, layout = saved("llama", tied=True), LAYOUTS[layout]
     config = read_hf_config(hf.path)
@@ -154,38 +150,13 @@ def test_trap_11_tied_weights_are_on_both_ends_of_the_pipeline_and_exported_once
     assert out.keys() == hf.weights.keys()
 
 
-@pytest.mark.parametrize("model", MOE)
-@pytest.mark.parametrize("layout", ["ep2", "tp2xep2_etp1", "tp2xep2_etp2", "tp2xpp2xvpp2xep4"])
-def test_trap_33_experts_of_every_ep_rank_are_exported(saved, model, layout):
-    hf, layout = saved(model), LAYOUTS[layout]
-    config = read_hf_config(hf.path)
-    plans = chunk_plans(4, layout.pp, layout.vpp)
-    order = list(export_order(family_for(config), config, layout=layout, chunks=plans))
-    experts = [owned for owned in order if owned.rule.expert is not None]
-    assert {owned.ep_rank for owned in experts} == set(range(layout.ep))
-    assert all(owned.rule.expert // (4 // layout.ep) == owned.ep_rank for owned in experts)
-    names = {n for owned in experts for n in owned.rule.hf}
-    assert set(stored_shapes(family_for(config), dict.fromkeys(names, (1,)))) == {
-        n for n in hf.weights if ".experts." in n
-    }
-
-
-def test_one_table_serves_tied_and_untied_models_in_one_process(saved):
-    """A table that the tied model changed would lose the next model's head."""
-    for tied in (False, True, False, True):
-        config = read_hf_config(saved("qwen2", tied=tied).path)
-        names = expected_hf_names(family_for(config), config)
-        assert ("lm_head.weight" in names) == (not tied)
-        assert names.keys() == saved("qwen2", tied=tied).weights.keys()
-
-
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "tp2xpp2"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2xpp2"])
 def test_trap_12_a_value_head_is_never_tied(saved, tied, layout):
     hf, layout = saved("qwen3", tied=tied), LAYOUTS[layout]
     config = read_hf_config(hf.path)
     family = family_for(config)
-    weights = {k: v for k, v in hf.weights.items() if k != "lm_head.weight"} | {"score.weight": torch.randn(1, 16)}
+    weights = {k: v for k, v in hf.weights.items() if k != "lm_head.weight"} | {"score.weight": torch.randn(1, 32)}
     shards, rules = load_all(weights.__getitem__, family, config, layout, head="value")
     heads = [rule for (_, _, name), rule in rules.items() if name == "output_layer.weight"]
     assert len(heads) == layout.tp * layout.dp
@@ -195,27 +166,3 @@ def test_trap_12_a_value_head_is_never_tied(saved, tied, layout):
     assert all(torch.equal(out[name], weights[name]) for name in out)
     with SafetensorsReader(hf.path) as reader:  # a critic starts from a model with an LM head
         assert check_model(reader, family, config, head="value", may_lack=["score.weight"]) == ["score.weight"]
-
-
-def test_names_of_a_moe_layer_in_both_specs(saved):
-    config = read_hf_config(saved("qwen3_moe").path)
-    layout = LAYOUTS["ep2"]
-    plan = chunk_plans(4, 1)[0, 0]
-    names = {
-        spec: param_map(family_for(config), config, layout=layout, coords=Coordinates(ep_rank=1), chunk=plan, spec=spec)
-        for spec in ("local", "te")
-    }
-    local, te = names["local"], names["te"]
-    assert local["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"].hf == (
-        "model.layers.0.mlp.experts.3.gate_proj.weight",
-        "model.layers.0.mlp.experts.3.up_proj.weight",
-    )
-    assert te["decoder.layers.0.mlp.experts.linear_fc2.weight1"].hf == (
-        "model.layers.0.mlp.experts.3.down_proj.weight",
-    )
-    # layer 1 is dense: transformer-engine fuses its norms into the linears, a sparse layer keeps the second
-    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in te
-    assert "decoder.layers.1.pre_mlp_layernorm.weight" in local
-    assert "decoder.layers.0.pre_mlp_layernorm.weight" in te
-    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in te
-    assert "decoder.layers.0.input_layernorm.weight" in local

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from mrl.errors import ConfigError, ModelError
 from mrl.weights.safetensors_io import (
@@ -71,23 +70,9 @@ def test_dtypes_and_odd_shapes(tmp_path, dtype):
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == dtype for name in tensors)
 
 
-def test_transformers_loads_an_exported_folder(saved, tmp_path):
-    hf = saved("qwen3_moe")
-    (hf.path / "tokenizer.json").write_text("{}")
-    infos = tensor_infos({name: tuple(t.shape) for name, t in hf.weights.items()}, torch.float32)
-    with HFWriter(tmp_path, infos, max_shard_size="20KB", companions=hf.path) as writer:
-        for name, tensor in hf.weights.items():
-            writer.add(name, tensor)
-    assert (tmp_path / INDEX).is_file() and (tmp_path / "tokenizer.json").is_file()
-    assert (tmp_path / "config.json").read_bytes() == (hf.path / "config.json").read_bytes()
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, hf.path))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_config_follows_the_dtype_written(saved, tmp_path):
     hf = saved("llama")
-    infos = tensor_infos({"model.norm.weight": (16,)}, torch.bfloat16)
+    infos = tensor_infos({"model.norm.weight": (32,)}, torch.bfloat16)
     with HFWriter(tmp_path, infos, companions=hf.path, config_changes={"num_labels": 1}) as writer:
         writer.add("model.norm.weight", hf.weights["model.norm.weight"])
     before, after = (json.loads((path / "config.json").read_text()) for path in (hf.path, tmp_path))
@@ -97,7 +82,7 @@ def test_config_follows_the_dtype_written(saved, tmp_path):
 
 def test_config_has_the_dtype_of_most_weights(saved, tmp_path):
     """A few tensors are fp32 in a bf16 model, as the router's bias is."""
-    hf = saved("deepseek_v3_moe")
+    hf = saved("deepseek_v3")
     infos = {name: TensorInfo("F32" if "bias" in name else "BF16", tuple(t.shape)) for name, t in hf.weights.items()}
     assert {info.dtype for info in infos.values()} == {"F32", "BF16"}
     with HFWriter(tmp_path, infos, companions=hf.path) as writer:
@@ -199,8 +184,8 @@ def _header(folder, *entries: bytes) -> None:
     (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
 
 
-def _entry(name: str, shape: str = "[1]") -> bytes:
-    return f'"{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,4]}}'.encode()
+def _entry(name: str) -> bytes:
+    return f'"{name}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.encode()
 
 
 def _pickle_only(folder) -> None:
@@ -213,8 +198,6 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "empty folder": (False, lambda f: f.joinpath(SINGLE).unlink(), "has neither model.safetensors nor"),
     "pickle only": (False, _pickle_only, r"only pickle weights \(pytorch_model.bin\)"),
     "truncated data": (False, _truncate, "model.safetensors: truncated or not .*not fully covered"),
-    "trailing bytes": (False, lambda f: (f / SINGLE).open("ab").write(b"x"), "not fully covered"),
-    "truncated header": (False, lambda f: _truncate(f, keep=20), "truncated or not a safetensors file"),
     "empty file": (False, lambda f: _truncate(f, keep=0), "truncated or not a safetensors file"),
     "not safetensors": (
         False,
@@ -222,19 +205,7 @@ FAULTS = {  # name: (sharded, damage, what the message says)
         "is a pointer of Git LFS",
     ),
     "header is no JSON": (False, lambda f: _header(f, b"{" * 15), "invalid JSON in header"),
-    "shape and bytes differ": (
-        False,
-        lambda f: _header(f, _entry("a", "[2]")),
-        "invalid shape, data type, or offset",
-    ),
-    "a shape that is no integers": (False, lambda f: _header(f, _entry("a", "[1.0]")), "invalid JSON in header"),
     "overlapping tensors": (False, lambda f: _header(f, _entry("a"), _entry("b")), "invalid offset for tensor"),
-    "a name that is no text": (False, lambda f: _header(f, _entry("\\ud800")), "invalid JSON in header"),
-    "metadata that is no map": (
-        False,
-        lambda f: _header(f, b'"__metadata__":[1,2]', _entry("a")),
-        "invalid JSON in header",
-    ),
     "an entry that is a list": (
         False,
         lambda f: _header(f, b'"a":["F32",[1],[0,4]]'),
@@ -254,11 +225,6 @@ FAULTS = {  # name: (sharded, damage, what the message says)
         True,
         lambda f: _edit_index(f, lambda i: i["weight_map"].update({"layer.0.weight": SHARD_2})),
         r"does not agree with .* about layer.0.weight",
-    ),
-    "index leaves out a tensor": (
-        True,
-        lambda f: _edit_index(f, lambda i: i["weight_map"].pop("layer.1.weight")),
-        r"does not agree with .* about layer.1.weight",
     ),
     "index invents a tensor": (
         True,
