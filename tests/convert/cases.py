@@ -38,15 +38,13 @@ def starts_from_import(
     for layout in layouts:
         engine = engine_of(imported, **layout)
         wrong = _differences(engine, hf, f"started {layout}")
-        if engine.backend == "megatron":
-            far[str(layout.get("parallel", {}))] = _distance(engine, tokens, logits)
-            with torch.no_grad():
-                for model in engine.model.chunks:
-                    for tensor in (*model.parameters(), *model.buffers()):
-                        tensor.zero_()
-            engine.load_checkpoint(imported)
-            wrong += _differences(engine, hf, f"loaded {layout}")
-        assert wrong == []
+        far[str(layout["parallel"])] = _distance(engine, tokens, logits)
+        with torch.no_grad():
+            for model in engine.model.chunks:
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.zero_()
+        engine.load_checkpoint(imported)
+        assert wrong + _differences(engine, hf, f"loaded {layout}") == []
     return far
 
 
@@ -136,39 +134,7 @@ def stored_keys(hf: str, out: str) -> tuple[list[str], list[str]]:
     return sorted(reader.tensors), sorted(objects)
 
 
-def weights_and_export(config: RoleConfig, out: str) -> list[str]:
-    """Names of the weights that an engine has, which are exported to `out`."""
+def start_and_export(config: RoleConfig, out: str) -> None:
     engine = build_engine(config)
     engine.init_model()
     engine.export_hf(out)
-    return [name for name, _ in engine.hf_weights()]
-
-
-def mtp_of_megatron(imported: str) -> dict[str, torch.Tensor]:
-    """What megatron's own model with layers that predict further tokens loads of them, by its name there."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from mrl.mcore_models import layers
-
-    engine = engine_of(imported)
-    (ours,) = engine.model.chunks
-    with engine.model.state.installed():
-        config = engine.model.transformer
-        config.mtp_num_layers = engine.model.hf["num_nextn_predict_layers"]
-        block = layers.block_spec(config, [0, 1])
-        for layer in block.layer_specs:  # megatron looks for it before it builds such a layer
-            layer.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.causal}
-        spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
-        model = gpt_model.GPTModel(
-            config=config, transformer_layer_spec=block, vocab_size=ours.vocab_size, max_sequence_length=128,
-            position_embedding_type="rope", mtp_block_spec=spec, pg_collection=ours.pg_collection,
-        )  # fmt: skip
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(torch.nan)
-        asked = model.sharded_state_dict(metadata={"singleton_local_shards": False, "non_homogeneous_layers": True})
-        model.load_state_dict(dist_checkpointing.load(asked, os.path.join(imported, "mcore")))
-    held = {name.replace("mtp_model_layer", "transformer_layer"): t for name, t in model.state_dict().items()}
-    return {name: t.clone() for name, t in held.items() if name.startswith("mtp.") and isinstance(t, torch.Tensor)}

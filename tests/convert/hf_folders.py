@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import torch
@@ -77,21 +74,6 @@ def differences(a: str | pathlib.Path, b: str | pathlib.Path) -> list[str]:
     return wrong + [
         n for n in one.keys() & other.keys() if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])
     ]
-
-
-def run_on_small_disk(disk: pathlib.Path, size: str, script: str, *arguments: object) -> list[str]:
-    """The lines that a script prints, on a file system of its own of this size: `disk`, the script's first argument."""
-    disk.mkdir()
-    file = disk.with_suffix(".py")
-    file.write_text(script)
-    words = " ".join(map(str, (sys.executable, file, disk, *arguments)))
-    command = f"mount -t tmpfs -o size={size} none {disk} && {words}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def files_of(folder: pathlib.Path) -> dict[str, bytes]:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
 from mrl.convert.opening import open_any
-from tests.convert.hf_folders import run_on_small_disk
 from tests.convert.test_refused import invoke
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -30,15 +29,10 @@ KINDS = [
     ("llama", "lm", "bfloat16", "fsdp"),
     ("llama", "value", "float32", "fsdp"),
     ("qwen3_moe", "lm", "float32", "fsdp"),
-    ("gpt_oss", "lm", "float32", "fsdp"),
     ("gpt_oss", "lm", "bfloat16", "fsdp"),
     ("deepseek_v3", "lm", "bfloat16", "fsdp"),
-    pytest.param("glm4_moe", "lm", "bfloat16", "fsdp", marks=pytest.mark.nightly),
     ("llama", "lm", "float32", "megatron"),
     ("deepseek_v3", "lm", "bfloat16", "megatron"),
-    pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.nightly),
-    pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.nightly),
-    pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.nightly),
 ]
 
 
@@ -97,7 +91,7 @@ def test_an_export_is_what_the_engine_exports(made, tmp_path, family, head, dtyp
     assert about["modules_to_save"] == (["score"] if head == "value" else None)
     found = load_file(tmp_path / "merged" / "model.safetensors")
     biases = [tensor for name, tensor in found.items() if name.endswith("e_score_correction_bias")]
-    assert len(biases) == (family in ("deepseek_v3", "glm4_moe"))
+    assert len(biases) == (family == "deepseek_v3")
     assert all(t.dtype == torch.float32 and not torch.equal(t, t.bfloat16().float()) for t in biases)
 
 
@@ -191,40 +185,9 @@ def interrupted(*arguments):
     raise KeyboardInterrupt
 
 
-FULL = """
-import pathlib, sys
-from mrl.convert.exporting import export_adapter
-from mrl.errors import UserError
-
-disk, run, base = map(pathlib.Path, sys.argv[1:])
-for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are left; less than the tokenizer; enough
-    (disk / "filler").write_bytes(bytes(filled))
-    try:
-        export_adapter(run, disk / "out", model=str(base))
-    except UserError as error:
-        print("REFUSED", error)
-    print("LEFT", sorted(path.name for path in disk.iterdir() if path.name != "filler"))
-"""
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up(made, tmp_path):
-    """On a real, small file system in a mount namespace of its own."""
-    base, path = made()
-    disk = tmp_path / "disk"
-    shutil.copytree(base, tmp_path / "base")
-    (tmp_path / "base/tokenizer.json").write_text(json.dumps({"padding": "x" * 400_000}))
-    early, first, late, second, third = run_on_small_disk(disk, "1m", FULL, path, tmp_path / "base")
-    assert early.startswith(f"REFUSED {disk}/out: needs ") and " free; make room, or give another folder" in early
-    assert late.startswith(f"REFUSED {disk}/out: the disk is full (") and "nothing of it is left" in late
-    assert [first, second, third] == ["LEFT []", "LEFT []", "LEFT ['out']"]
-
-
 MORE = {
     "bias": {"bias": "all"},
-    "bias of adapted layers": {"bias": "lora_only"},
     "modules_to_save": {"modules_to_save": ["norm"]},
-    "modules_to_save lm_head": {"modules_to_save": ["lm_head"]},
     "trainable_token_indices": {"trainable_token_indices": [1]},
     "use_dora": {"use_dora": True},
     "target_modules": {"target_modules": ["q_proj", "embed_tokens"]},
@@ -241,7 +204,7 @@ def test_an_adapter_that_is_more_than_b_a_is_told_how_to_merge(made, tmp_path, w
     adapted.save_pretrained(tmp_path / "adapter")
     done = invoke("export", tmp_path / "adapter", tmp_path / "out")
     assert done.exit_code == 2 and not (tmp_path / "out").exists()
-    assert f"adapter_config.json: {what.split()[0]} " in done.output and "merge_and_unload" in done.output
+    assert f"adapter_config.json: {what} " in done.output and "merge_and_unload" in done.output
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     with open_any(tmp_path / "merged"):
         pass

@@ -8,8 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import threading
 
 import psutil
@@ -25,61 +23,26 @@ from mrl.errors import CheckpointError
 from tests.convert import hf_folders
 from tests.convert.test_refused import config, invoke, run
 
-ROOT = pathlib.Path(__file__).parents[2]
 
-
-@pytest.fixture(scope="module")
-def imported(hf, tmp_path_factory):
-    out = tmp_path_factory.mktemp("imported") / "mcore"
-    import_hf(hf("llama", shard="30KB"), out)
-    return out
-
-
-HUB = """
-import sys
-from click.testing import CliRunner
-from mrl import cli
-
-for arguments in (["import", "org/tiny", "out"], ["verify", "org/tiny", "out", "--no-logits"], ["import", "org/unknown", "out2"],
-                  ["import", "org/half", "out3"]):
-    done = CliRunner().invoke(cli.main, ["convert", *arguments])
-    print("EXIT", done.exit_code, done.stderr.strip().splitlines()[-1:], done.stdout.splitlines()[-1:])
-"""
-
-
-def cached(cache: pathlib.Path, name: str, folder: pathlib.Path, but: str = "") -> None:
-    """A model in the hub's cache as its client lays it out, with all files of `folder` but those whose name has `but`."""
+def cached(cache: pathlib.Path, name: str, folder: pathlib.Path, but: str = "nothing") -> None:
+    """A model in the hub's cache, with all files of `folder` but those whose name has `but`."""
     repository, commit = cache / f"models--org--{name}", "0" * 40
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, repository / "snapshots" / commit, ignore=shutil.ignore_patterns(f"*{but}*"))
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
-    (repository / "blobs").mkdir()
-    for file in folder.iterdir():
-        if not but or but not in file.name:
-            shutil.copyfile(file, repository / "blobs" / file.name)
-            (snapshot / file.name).symlink_to(pathlib.Path("../../blobs", file.name))
 
 
-@pytest.mark.slow
-def test_a_hub_id_in_the_cache_works_offline(hf, tmp_path):
-    cached(tmp_path / "cache", "tiny", hf("llama", shard="30KB"))
-    cached(tmp_path / "cache", "half", hf("llama", shard="30KB"), but="-00002-of")
-    hub = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **hub, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", HUB], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    imports, verified, unknown, half = [line for line in done.stdout.splitlines() if line.startswith("EXIT")]
-    assert imports.startswith("EXIT 0") and verified.startswith("EXIT 0") and "the same" in verified
-    assert unknown.startswith(
-        "EXIT 2 [\"mrl: HF: value 'org/unknown' is no folder here and cannot be read from the hub ("
-    )
-    assert unknown.endswith('a hub id that is cached or can be downloaded"] []')
-    assert half.startswith("EXIT 2 ") and "org/half" in half
-    assert (tmp_path / "out/COMPLETE").is_file() and not (tmp_path / "out/config.json").is_symlink()
-    assert not {"out2", "out3"} & set(os.listdir(tmp_path))
+def test_a_hub_id_in_the_cache_works_offline(hub_cache, hf, tmp_path):
+    cached(hub_cache, "tiny", hf("llama", shard="30KB"))
+    cached(hub_cache, "half", hf("llama", shard="30KB"), but="-00002-of")
+    code, said = run("import", "org/tiny", tmp_path / "out")
+    assert code == 0 and (tmp_path / "out/COMPLETE").is_file(), said
+    assert run("verify", "org/tiny", tmp_path / "out", "--no-logits")[0] == 0
+    code, said = run("import", "org/unknown", tmp_path / "other")
+    assert code == 2 and said.count("\n") == 1, said
+    assert said.startswith("mrl: HF: value 'org/unknown' is no folder here and cannot be read from the hub (")
+    code, said = run("import", "org/half", tmp_path / "other")
+    assert code == 2 and "org/half" in said and not (tmp_path / "other").exists(), said
 
 
 def test_what_is_no_hub_id_is_not_looked_for(tmp_path):
@@ -109,7 +72,7 @@ def test_the_size_of_files(imported, hf, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/latest"])
+@pytest.mark.parametrize("given", ["run", "run/checkpoints/latest"])
 def test_a_result_is_compared_with_the_checkpoint_that_it_is_of(imported, tmp_path, monkeypatch, given):
     """A run that goes on saves a newer one in between."""
     checkpoints, newer = tmp_path / "run/checkpoints", tmp_path / "newer"
@@ -145,10 +108,8 @@ def test_verify_at_once_without_logits(hf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_that_differs_loses_its_name_each_time(hf, imported, tmp_path, monkeypatch):
+def test_a_result_that_differs_loses_its_name_each_time(source, tmp_path, monkeypatch):
     """The source changes between the conversion and the comparison."""
-    source = tmp_path / "hf"
-    shutil.copytree(hf("llama", shard="30KB"), source)
     file = sorted(source.glob("*.safetensors"))[0]
     original = file.read_bytes()
     from mrl.convert import importing
@@ -178,19 +139,13 @@ def test_logits_that_do_not_fit_in_memory_are_left_out_in_words(hf, imported, mo
 
 QUANTISED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "awq": {"quant_method": "awq", "bits": 4},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "None": {"bits": 8},
 }
 
 
 @pytest.mark.parametrize("method", QUANTISED)
-def test_a_quantised_folder_is_refused_by_its_method(hf, tmp_path, method):
-    source = tmp_path / "hf"
-    shutil.copytree(hf("llama", shard="30KB"), source)
+def test_a_quantised_folder_is_refused_by_its_method(source, tmp_path, method):
     config(quantization_config=QUANTISED[method])(source)
     file = sorted(source.glob("*.safetensors"))[0]
     held = {name.replace(".weight", ".qweight"): tensor for name, tensor in load_file(file).items()}
@@ -210,17 +165,16 @@ def test_a_quantised_folder_is_refused_by_its_method(hf, tmp_path, method):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_export_refuses_a_flipped_bit_in_a_large_file(imported, tmp_path, monkeypatch):
+def test_export_refuses_a_flipped_bit_in_a_large_file(imported, hf, tmp_path, monkeypatch):
     """Large files are summed beside the reading: what was written of a damaged one is removed."""
     monkeypatch.setattr(atomic_checkpoint, "SMALL_BYTES", 1000)
-    shutil.copytree(imported, tmp_path / "mcore")
-    file = tmp_path / "mcore/mcore/__0_0.distcp"
+    file = imported / "mcore/__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 16
     file.write_bytes(data)
-    code, said = run("export", tmp_path / "mcore", tmp_path / "out")
+    code, said = run("export", imported, tmp_path / "out")
     assert code == 2 and said.count("\n") == 1 and "the content of mcore/__0_0.distcp has changed" in said, said
-    code, said = run("verify", tmp_path / "mcore", imported, "--no-logits")
+    code, said = run("verify", imported, hf("llama", shard="30KB"), "--no-logits")
     assert code == 2 and "the content of mcore/__0_0.distcp has changed" in said, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]
 
@@ -310,9 +264,7 @@ def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, 
         ("generation_config.json", "", "is cut off or no JSON (0 bytes)"),
     ],
 )  # fmt: skip
-def test_files_that_a_download_left_behind(hf, tmp_path, name, content, words):
-    source = tmp_path / "hf"
-    shutil.copytree(hf("llama", shard="30KB"), source)
+def test_files_that_a_download_left_behind(source, tmp_path, name, content, words):
     (source / name).write_text(content)
     code, said = run("import", source, tmp_path / "out")
     assert code == 2 and said.count("\n") == 1 and f"{source / name}: {words}" in said, said

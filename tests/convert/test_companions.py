@@ -48,10 +48,6 @@ def flip(file: pathlib.Path) -> None:
     file.write_bytes(data)
 
 
-def cut(file: pathlib.Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
 def dangling(file: pathlib.Path) -> None:
     file.unlink()
     file.symlink_to("nothing")
@@ -71,7 +67,7 @@ def unlink(file: pathlib.Path) -> None:
     file.unlink()
 
 
-DAMAGE = {"flipped": flip, "cut": cut, "deleted": unlink, "dangling": dangling, "looping": looping, "fifo": fifo}
+DAMAGE = {"flipped": flip, "deleted": unlink, "looping": looping, "fifo": fifo}
 
 
 @pytest.mark.parametrize("how", DAMAGE)

@@ -6,6 +6,7 @@ does to disk, in every thread: blocks written, files and folders synced, renamed
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -13,6 +14,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -28,7 +31,7 @@ from tests.convert import hf_folders
 EVENTS = (
     (ItemFile, "write"), (os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (pathlib.Path, "write_text"),
 )  # fmt: skip
-FAST_KILLS, SLOW_KILLS = 4, 20
+FAST_KILLS, SLOW_KILLS = 3, 20
 
 
 def in_fork(convert: Callable[[], object], kill_at: int | None = None) -> tuple[int, int]:
@@ -77,12 +80,24 @@ def _count_events(kill_at: int | None) -> dict[str, int]:
     return counts
 
 
-def conversion(command: str, hf, folder: pathlib.Path) -> Callable[[pathlib.Path], object]:
-    source = hf("qwen3_moe", shard="15KB")
-    if command == "import":
-        return lambda out: import_hf(source, out, file_bytes=8_000)
-    import_hf(source, folder / "mcore", file_bytes=8_000)
-    return lambda out: export_hf(folder / "mcore", out)
+@pytest.fixture(scope="module")
+def conversion(hf, tmp_path_factory):
+    """Command -> (the conversion, a whole result of it, its events, its blocks)."""
+
+    @functools.cache
+    def of(command):
+        source, folder = hf("qwen3_moe", shard="15KB"), tmp_path_factory.mktemp(command)
+        if command == "export":
+            import_hf(source, folder / "mcore", file_bytes=8_000)
+
+        def convert(out: pathlib.Path) -> object:
+            if command == "import":
+                return import_hf(source, out, file_bytes=8_000)
+            return export_hf(folder / "mcore", out)
+
+        return convert, folder / "whole", *in_fork(lambda: convert(folder / "whole"))
+
+    return of
 
 
 KILLS = [(command, seed) for command in ("import", "export") for seed in range(SLOW_KILLS)]
@@ -92,30 +107,28 @@ KILLS = [(command, seed) for command in ("import", "export") for seed in range(S
     ("command", "seed"),
     [pytest.param(*kill, marks=[] if kill[1] < FAST_KILLS else pytest.mark.nightly) for kill in KILLS],
 )
-def test_a_kill_leaves_nothing_that_looks_whole(hf, tmp_path, command, seed):
-    convert = conversion(command, hf, tmp_path)
-    events, blocks = in_fork(lambda: convert(tmp_path / "whole"))
+def test_a_kill_leaves_nothing_that_looks_whole(conversion, tmp_path, command, seed):
+    convert, whole, events, blocks = conversion(command)
     # a seed's own part of the conversion, so that few seeds meet begin, middle and end
     share = events / FAST_KILLS if seed < FAST_KILLS else events / SLOW_KILLS
     kill_at = min(int((seed + random.Random(seed).random()) * share), events - 1)
     in_fork(lambda: convert(tmp_path / "out"), kill_at)
     if (tmp_path / "out").exists():  # killed after the rename: it is whole but for notes of its making
-        assert set(hf_folders.files_of(tmp_path / "whole")) <= set(hf_folders.files_of(tmp_path / "out"))
+        assert set(hf_folders.files_of(whole)) <= set(hf_folders.files_of(tmp_path / "out"))
     else:
-        assert {p.name for p in tmp_path.iterdir()} - {"whole", "mcore"} <= {".out.converting"}
+        assert {p.name for p in tmp_path.iterdir()} <= {".out.converting"}
         _, again = in_fork(lambda: convert(tmp_path / "out"))
         assert again <= blocks
         assert not (tmp_path / ".out.converting").exists()
-        assert hf_folders.files_of(tmp_path / "out").keys() == hf_folders.files_of(tmp_path / "whole").keys()
-    for name, content in hf_folders.files_of(tmp_path / "whole").items():
+        assert hf_folders.files_of(tmp_path / "out").keys() == hf_folders.files_of(whole).keys()
+    for name, content in hf_folders.files_of(whole).items():
         if name.endswith((".distcp", ".safetensors", ".json")):
             assert (tmp_path / "out" / name).read_bytes() == content, name
 
 
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_what_was_finished_is_not_written_again(hf, tmp_path, command):
-    convert = conversion(command, hf, tmp_path)
-    events, blocks = in_fork(lambda: convert(tmp_path / "whole"))
+def test_what_was_finished_is_not_written_again(conversion, hf, tmp_path, command):
+    convert, _, events, blocks = conversion(command)
     in_fork(lambda: convert(tmp_path / "out"), int(events * 0.7))
     finished = [p for p in (tmp_path / ".out.converting").rglob("*") if p.suffix in (".distcp", ".safetensors")]
     assert len(finished) > 2
@@ -225,7 +238,14 @@ def test_a_disk_that_fills_up(hf, tmp_path):
     """On a real, small file system in a mount namespace of its own: too small from the start, and filled on the way."""
     source, disk = hf("qwen3_moe"), tmp_path / "disk"
     import_hf(source, tmp_path / "mcore")
-    lines = hf_folders.run_on_small_disk(disk, "2m", FULL, source, tmp_path / "mcore")
+    disk.mkdir()
+    (tmp_path / "full.py").write_text(FULL)
+    words = " ".join(map(str, (sys.executable, tmp_path / "full.py", disk, source, tmp_path / "mcore")))
+    command = ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=2m none {disk} && {words}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     refused = [line for line in lines if line.startswith("REFUSED")]
     left = [line for line in lines if line.startswith("LEFT")]
     assert len(refused) == 4 and left == ["LEFT []", "LEFT ['.out.converting']", "LEFT ['out']"] * 2

@@ -16,7 +16,6 @@ from mrl.convert.importing import import_hf
 from mrl.convert.verifying import LogitsRow
 from mrl.errors import UserError
 from tests.convert.test_refused import invoke, run
-from tests.engine import tiny
 from tests.engine.harness import run_case
 
 
@@ -26,9 +25,9 @@ def verify(*arguments):
     return done.exit_code, json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_an_import_computes_what_transformers_does(hf, tmp_path, family):
-    """Megatron-core on the imported weights, against transformers on the folder, in fp32."""
+    """Megatron-core on the imported weights, against transformers on the folder, in fp32. All families: test_round_trip.py."""
     source = hf(family)
     import_hf(source, tmp_path / "mcore")
     code, found = verify(source, tmp_path / "mcore")
