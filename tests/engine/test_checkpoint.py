@@ -17,7 +17,6 @@ import pytest
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.atomic_checkpoint import MARKER, find_checkpoint, validate, verify, writing
 from mrl.errors import CheckpointError, DamagedCheckpoint
-from tests.tiers import slow_but
 
 
 def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
@@ -58,13 +57,6 @@ def test_order_is_of_time_not_of_steps(tmp_path):
     assert names(tmp_path) == ["latest", "step_00000002"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 5, content=b"old")
-    path = save(tmp_path, 5, content=b"new!")
-    assert (tmp_path / "step_00000005/model/shard0").read_bytes() == b"new!"
-    validate(path)
-
-
 def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path):
     for name in (".tmp-step_00000003", ".trash-step_00000001"):
         (tmp_path / name / "model").mkdir(parents=True)
@@ -83,10 +75,6 @@ def edit_marker(path, **fields):
 
 DAMAGES = {
     "missing file": (lambda p: os.remove(f"{p}/model/shard0"), "damaged: model/shard0 is missing"),
-    "longer file": (
-        lambda p: pathlib.Path(p, "model/shard0").write_bytes(b"weights!"),
-        "damaged: model/shard0 has 8 bytes and was saved with 7",
-    ),
     "truncated file": (
         lambda p: os.truncate(f"{p}/model/shard1", 3),
         "damaged: model/shard1 has 3 bytes and was saved with 14",
@@ -97,10 +85,8 @@ DAMAGES = {
     ),
     "no marker": (lambda p: os.remove(f"{p}/{MARKER}"), "not a whole checkpoint of mrl: it has no COMPLETE file"),
     "empty marker": (lambda p: write_marker(p, ""), "damaged or foreign: COMPLETE cannot be read"),
-    "truncated marker": (lambda p: os.truncate(f"{p}/{MARKER}", 40), "damaged or foreign: COMPLETE cannot be read"),
     "binary marker": (lambda p: pathlib.Path(p, MARKER).write_bytes(b"\xff\xfe\x00"), "COMPLETE cannot be read"),
     "foreign marker": (lambda p: write_marker(p, '{"step": 1}'), "damaged or foreign"),
-    "marker is a list": (lambda p: write_marker(p, "[1]"), "damaged or foreign"),
     "files is a list": (lambda p: write_marker(p, '{"files": []}'), "COMPLETE cannot be read"),
     "marker nests": (lambda p: write_marker(p, "[" * 100_000), "COMPLETE cannot be read"),
     "other format": (lambda p: edit_marker(p, format="other"), "foreign: COMPLETE is not that of an mrl checkpoint"),
@@ -109,7 +95,6 @@ DAMAGES = {
         lambda p: edit_marker(p, files={"state.json": {"size": 2}}),
         "damaged or foreign: COMPLETE cannot be read (KeyError('crc32'))",
     ),
-    "older version": (lambda p: edit_marker(p, version=1), "has checkpoint format 1"),
     "newer version": (lambda p: edit_marker(p, version=99), "has checkpoint format 99"),
 }
 
@@ -170,7 +155,7 @@ def on_ranks(size, work):
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_damage_inside_a_large_file_is_the_same_error_on_every_rank(tmp_path, size):
     """The size is unchanged, so that only reading the file shows it, which one rank of all does."""
     path = save(tmp_path, 1, content=b"weights!" * 2**18)
@@ -273,10 +258,10 @@ def test_killed_while_a_step_is_replaced(tmp_path):
     again = lambda root: save(root, 1, content=b"new!", keep=1)  # noqa: E731
     for root in killed_at_every_operation(tmp_path, lambda root: save(root, 1, content=b"old"), again):
         assert validate(find_checkpoint(str(root))).step == 1, f"killed at operation {root.name}"
+    assert (root / "step_00000001/model/shard0").read_bytes() == b"new!", "not killed"
 
 
-@pytest.mark.parametrize("delay_ms", slow_but([7], [1, 7, 20]))
-def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path, delay_ms):
+def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path):
     root = tmp_path / "checkpoints"
     save(root, 0)
     program = f"""
@@ -287,7 +272,7 @@ def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path, delay_ms):
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
     process.stdout.readline()
-    threading.Event().wait(0.05 + delay_ms / 1000)
+    threading.Event().wait(0.057)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -79,8 +79,6 @@ def test_what_may_run_code_is_called_in_known_places_alone():
     [
         ("x = pickle.load(f)", "pickle.load"),
         ("torch.load(p, weights_only=False)", "weights_only=False"),
-        ("torch.load(p, weights_only=flag)", "weights_only=False"),
-        ("dcp.load(wanted, checkpoint_id=folder)", "dcp.load"),
         ("torch.distributed.checkpoint.FileSystemReader(f)", "torch.distributed.checkpoint.FileSystemReader"),
         ("np.load(p, allow_pickle=True)", "allow_pickle"),
     ],

@@ -39,8 +39,10 @@ def test_the_count_sees_a_plain_loss():
     assert found.largest == FULL and found.peak > 3 * FULL
 
 
-@pytest.mark.parametrize("entropy", ENTROPIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, entropy",
+    [(torch.float32, "none"), (torch.bfloat16, "detached"), (torch.float32, "differentiable")],
+)
 def test_forward_and_backward_are_bounded(dtype, entropy):
     """By a few chunks of 2**22 logits, which T and V have no part in."""
     chunk, peaks = 2**22 * 4, []
@@ -80,7 +82,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron", "megatron tp2", "external"]))
+@pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron tp2", "external"]))
 def test_no_engine_holds_the_logits_of_a_micro_batch(tmp_path, layout):
     folder = tiny.make_model(str(tmp_path), "llama", vocab=V, max_position_embeddings=256)
     world_size, config = world_and_role(layout, folder, tokens=T)

@@ -67,7 +67,7 @@ def plain_norm(eps, centered):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 7, 4, 16), (2, 3, 5000), (700, 1, 24), (1, 1), (0, 1, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7, 4, 16), (2, 3, 5000), (700, 1, 24), (1, 1), (0, 1, 32)], ids=str)
 def test_norms(shape, centered, dtype):
     def kernel(x, weight):
         return layers.rms_norm(x, weight, 1e-6, centered)
@@ -140,7 +140,7 @@ def angles(*shape, equal=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "rows, heads, size, turned",
-    [((7,), (4, 2), 16, 16), ((2, 5), (3, 1), 24, 24), ((5,), (6, 6), 20, 8), ((0,), (2, 2), 8, 8)],
+    [((2, 5), (3, 1), 24, 24), ((5,), (6, 6), 20, 8), ((0,), (2, 2), 8, 8)],
 )
 @pytest.mark.parametrize("equal", [True, False])
 def test_queries_and_keys_turn(rows, heads, size, turned, equal, dtype):
@@ -181,31 +181,29 @@ def plain_swiglu(x, up=None, weights=None):
     return out if weights is None else (out * weights).to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 50), (2, 3, 5000), (0, 1, 32)], ids=str)
-def test_swiglu_of_one_tensor(shape, dtype):
-    compare(layers.swiglu, plain_swiglu, [numbers(*shape, scale=3.0)], dtype)
+def apart(x):
+    return x.transpose(0, 1) if x.dim() == 3 else x
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_of_two_tensors(dtype):
-    gate, up = numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)
-    compare(layers.swiglu, plain_swiglu, [gate, up], dtype)
-    compare(layers.swiglu, plain_swiglu, [gate, up], dtype, layout=lambda x: x.transpose(0, 1))
+@pytest.mark.parametrize(
+    "inputs, layout",
+    [
+        ([numbers(5, 1, 96, scale=3.0)], None), ([numbers(2, 3, 5000, scale=3.0)], None), ([numbers(0, 1, 32)], None),
+        ([numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)], None),
+        ([numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)], apart),
+    ],
+    ids=["one tensor", "wide", "none", "two tensors", "two that lie apart"],
+)  # fmt: skip
+def test_swiglu(inputs, layout, dtype):
+    compare(layers.swiglu, plain_swiglu, inputs, dtype, layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_with_the_routers_weights(dtype):
     """They are fp32 whatever x is, and their gradient too."""
-    weights = numbers(6, 1, seed=2).abs().float()
-
-    def kernel(x, weights):
-        return layers.swiglu(x, weights=weights)
-
-    def plain(x, weights):
-        return plain_swiglu(x, weights=weights)
-
-    compare(kernel, plain, [numbers(6, 3000, scale=2.0), weights], dtype)
+    inputs = [numbers(6, 3000, scale=2.0), numbers(6, 1, seed=2).abs().float()]
+    compare(lambda x, w: layers.swiglu(x, weights=w), lambda x, w: plain_swiglu(x, weights=w), inputs, dtype)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

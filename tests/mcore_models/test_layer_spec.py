@@ -8,8 +8,6 @@ apex that PyPI has, which is another program.
 import contextlib
 import importlib
 import logging
-import os
-import subprocess
 import sys
 
 import pytest
@@ -36,10 +34,6 @@ BROKEN = {
             "pytorch.py": "raise FileNotFoundError('Could not find shared object file for Transformer Engine torch lib.')",
         },
         "FileNotFoundError: Could not find shared object file",
-    ),
-    "another CUDA": (
-        {"__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file: No such file')"},
-        "OSError: libcudart.so.12: cannot open shared object file",
     ),
     "another torch": (
         {
@@ -98,8 +92,9 @@ PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_one_that_does_not_load_is_one_line_and_no_silent_switch(machine, kind):
+    """And megatron sees none: it asks by `except ImportError`, and of a package that loads in part takes the rest for granted."""
     files, says = BROKEN[kind]
-    machine(gpu=True, transformer_engine=files)
+    machine(gpu=True, transformer_engine=files, apex=OTHER_APEX)
     for wanted in ("auto", "te"):
         with pytest.raises(ConfigError) as refusal:
             spec_for(wanted)
@@ -109,12 +104,6 @@ def test_one_that_does_not_load_is_one_line_and_no_silent_switch(machine, kind):
         )
         assert says in message and "set local" in message and "\n" not in message, message
     assert spec_for("local").name == "local"
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_megatron_sees_none_that_does_not_load(machine, kind):
-    """It asks by `except ImportError`, and of a package that loads in part takes for granted what is not there."""
-    machine(gpu=True, transformer_engine=BROKEN[kind][0], apex=OTHER_APEX)
     platform.hide_what_does_not_load()
     for name in ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch", "apex"):
         with pytest.raises(ImportError):
@@ -133,12 +122,10 @@ def test_megatron_sees_one_that_loads(machine):
     [
         (
             False,
-            {},
+            {"transformer_engine": BROKEN["another torch"][0]},
             "auto",
-            "local (torch sees no GPU; with one and transformer-engine it is te (A100, L40S: beside flash-",
+            "local (torch sees no GPU; with one and transf",
         ),
-        (False, {"transformer_engine": BROKEN["another CUDA"][0]}, "auto", "local (torch sees no GPU; with one"),
-        (False, {}, "local", "local (as configured)"),
         (True, {}, "auto", "local (transformer-engine is not installed)"),
         (True, {"transformer_engine": WORKS}, "auto", "te (transformer-engine is installed, and there is a GPU)"),
         (True, {"transformer_engine": WORKS}, "te", "te (as configured)"),
@@ -217,21 +204,6 @@ def test_windows_under_cp_are_exchanged_as_transformer_engine_can(spec, ways, tm
     assert transformer_config(hf, dims, dtype=torch.float32, layer_spec=spec).cp_comm_type == ways
 
 
-@pytest.mark.nightly
-def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
-    """megatron-core is imported, and builds layers, as where neither is installed."""
-    install(tmp_path, "transformer_engine", BROKEN["empty meta package"][0])
-    install(tmp_path, "apex", {"__init__.py": "raise RuntimeError('apex was built for another torch')"})
-    program = (
-        "from mrl.mcore_models import cpu_stand_in; cpu_stand_in.prepare(); from mrl.mcore_models import build, layers;"
-        "from megatron.core.optimizer import Adam; print(Adam.__module__)"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0 and ran.stdout.startswith("torch."), ran.stderr[-2000:]
-
-
 def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeypatch):
     """An A100 without flash-attn: scores of whole rows under te, a flash kernel under local. te stays te where asked."""
     machine(gpu=True, transformer_engine=WORKS)
@@ -243,7 +215,6 @@ def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeyp
     assert spec_for("auto").name == "te"
 
 
-SINKS = DENSE | {"softmax_type": "learnable"}
 LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
 
@@ -252,9 +223,6 @@ LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_em
     [
         (DENSE, None, ["A100", "L40S"], []),
         (DENSE, "NVTE_FLASH_ATTN", [], ["A100", "L40S"]),
-        (DENSE, "NVTE_FUSED_ATTN", ["A100", "L40S", "H100", "B200", "RTX 50"], []),
-        (LATENT, None, ["A100", "L40S", "RTX 50"], []),
-        (SINKS, None, [], ["A100", "L40S"]),
         (LATENT | {"v_head_dim": 256}, None, ["A100", "H100", "B200", "RTX 50"], ["L40S"]),
         (
             DENSE | {"num_moe_experts": 32, "moe_ffn_hidden_size": 512, "moe_router_topk": 4},
@@ -358,11 +326,9 @@ EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_s
         ({}, {}, {"dims": ParallelDims(world_size=2, cp=2)}, "were measured with plain causal attention and cp 1"),
         ({}, {"hidden_size": 2048}, {}, "were not measured for 32 experts of 2,048 x 768, 4 a token"),
         ({}, {"moe_ffn_hidden_size": 776}, {}, "were not measured for 32 experts of 1,024 x 776, 4 a token"),
-        ({}, {"moe_ffn_hidden_size": 100}, {}, "were not measured for 32 experts of 1,024 x 100, 4 a token"),
         ({}, {"num_moe_experts": 16}, {}, "were not measured for 16 experts of 1,024 x 768, 4 a token"),
         ({}, {"moe_router_topk": 8}, {}, "were not measured for 32 experts of 1,024 x 768, 8 a token"),
         ({}, {"moe_ffn_hidden_size": 1536}, {"dims": ParallelDims(world_size=2, tp=2, etp=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
-        ({}, {}, {"dims": ParallelDims(world_size=2, tp=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
         ({}, {"num_moe_experts": 64}, {"dims": ParallelDims(world_size=2, ep=2)}, "were measured with all experts on one rank (tp, ep and etp 1)"),
         ({}, {}, {"kept": "te"}, "are not what the checkpoint was trained with"),
     ],
