@@ -66,8 +66,6 @@ def test_what_is_read_is_taken(given, family, layout):
         ({"moe_expert_capacity_factor": 0.0}, "qwen3_moe", {}, ".* value 0.0 is no number above 0; give one, or leave it out"),
         ({"moe_expert_capacity_factor": float("inf")}, "qwen3_moe", {}, ".* is no number above 0; .*"),
         ({"bucket_size": 0}, "qwen3", {}, "bucket_size: value 0 is no number above 0; .*"),
-        ({"nccl_ub": True}, "qwen3", {}, ".* is for what mrl does not have: gradients have no buffers that NCCL knows; .*"),
-        ({"config_logger_dir": "here"}, "qwen3", {}, ".* what a run was given is in its config.yaml; leave it out"),
         ({"overlap_grad_reduc": True}, "qwen3", {}, ".* is for a field that megatron-core .* does not have; .*"),
         ({"fp8": "hybrid"}, "qwen3", {}, "fp8_recipe: .*"),
         ({"tp_comm_overlap_ag": True}, "qwen3", {}, ".* is read with engine.megatron.tp_comm_overlap alone; .*"),

@@ -7,13 +7,12 @@ import re
 import types
 
 import pytest
-import torch
 
 from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, MTPConfig, TrainedModelConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
-from mrl.mcore_models import megatron_needs, userbuffers
+from mrl.mcore_models import userbuffers
 from mrl.mcore_models.megatron_fields import check
 from mrl.mcore_models.userbuffers import WITH_OVERLAP, BufferShape
 from mrl.parallel import ParallelDims
@@ -133,12 +132,7 @@ def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
     )
 
 
-def test_layers_and_dtypes_that_have_it():
-    """As those of FP8 (test_fp8.py)."""
-    megatron_needs.check_spec(ON, "te", "as configured", torch.bfloat16)
-    megatron_needs.check_spec({}, "local", "as configured", torch.float32)
-    says("true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees no GPU.; set .*",
-         megatron_needs.check_spec, ON, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
+def test_megatron_must_not_switch_it_off():
     userbuffers.check_built(types.SimpleNamespace(tp_comm_overlap=True))
     says("true was switched off by megatron-core .*; leave it out",
          userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip
