@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,9 +215,9 @@ class Operations:
 def killed_at_every_operation(folder, prepare, act):
     """Yields the root of `prepare` after `act` on it was killed at its first operation, at its second, ..., and at none."""
     finished, at = False, 0
+    prepare(folder / "prepared")
     while not finished:
-        root = folder / str(at)
-        prepare(root)
+        root = shutil.copytree(folder / "prepared", folder / str(at))
         with pytest.MonkeyPatch.context() as monkeypatch:
             Operations(monkeypatch, at)
             try:

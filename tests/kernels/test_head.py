@@ -225,7 +225,7 @@ def gradients_of(config, kernels, batches):
     held, calls = logprobs.main_grad_of, []
     with pytest.MonkeyPatch.context() as patch, operators.interpreted(kernels):
         patch.setattr(logprobs, "main_grad_of", lambda weight: calls.append(held(weight)) or calls[-1])
-        _, found = gradients(engine, *(tiny.uneven_batch(seed=seed) for seed in range(batches)))
+        _, found = gradients(engine, *(tiny.uneven_batch(seed=seed, sequences=3) for seed in range(batches)))
     return found, [call is not None for call in calls]
 
 
@@ -237,7 +237,7 @@ ENGINES = [
 @pytest.mark.parametrize("family, layout, direct", slow_but(ENGINES[:2], ENGINES))
 def test_the_weights_gradient_goes_into_main_grad_unless_it_is_tied(tmp_path, family, layout, direct):
     """Over two mini-batches of one step. qwen2 is tied: autograd sums the gradients of both ends."""
-    folder = tiny.make_model(str(tmp_path), family, tied=family == "qwen2")
+    folder = tiny.make_model(str(tmp_path), family, layers=1, tied=family == "qwen2")
     world, config = world_and_role(layout, folder, tokens=32)
     case = "tests.kernels.test_head:gradients_of"
     (found, taken), (expected, _) = (run_case(world, case, config=config, kernels=k, batches=2) for k in (True, False))

@@ -66,8 +66,10 @@ def plain_norm(eps, centered):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("shape", [(3, 7, 4, 16), (2, 3, 5000), (700, 1, 24), (1, 1), (0, 1, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape, centered",
+    [((3, 7, 4, 16), False), ((2, 3, 5000), True), ((700, 1, 24), True), ((1, 1), False), ((0, 1, 32), True)],
+)
 def test_norms(shape, centered, dtype):
     def kernel(x, weight):
         return layers.rms_norm(x, weight, 1e-6, centered)
@@ -139,10 +141,9 @@ def angles(*shape, equal=True):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "rows, heads, size, turned",
-    [((2, 5), (3, 1), 24, 24), ((5,), (6, 6), 20, 8), ((0,), (2, 2), 8, 8)],
+    "rows, heads, size, turned, equal",
+    [((2, 5), (3, 1), 24, 24, True), ((5,), (6, 6), 20, 8, False), ((0,), (2, 2), 8, 8, True)],
 )
-@pytest.mark.parametrize("equal", [True, False])
 def test_queries_and_keys_turn(rows, heads, size, turned, equal, dtype):
     of = angles(*rows, turned, equal=equal)
     q, k = (numbers(*rows, n, size, seed=n) for n in heads)
