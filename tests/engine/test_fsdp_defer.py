@@ -9,7 +9,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.config.schema import FSDPConfig, LoraConfig, RoleConfig
 from mrl.engine.fsdp.precision import stays_gathered
@@ -17,26 +16,13 @@ from mrl.engine.fsdp.shapes import shapes_of
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, loss_fn, make_engine, train
 from tests.engine.harness import run_case
+from tests.operators import Operators
 
 KINDS = {
     "weights kept in fp32": ("ernie4_5_moe", {"dtype": "bfloat16", "packing": False, "recompute": "full"}),
-    "offload": ("qwen3", {"offload": ("parameters", "gradients", "optimizer")}),
-    "kept after a forward": ("llama", {"dtype": "bfloat16", "fsdp": FSDPConfig(reshard_after_forward=False)}),
+    "offload": ("qwen3", {"offload": ("parameters", "gradients", "optimizer"), "fsdp": FSDPConfig(reshard_after_forward=False)}),
     "adapters": ("llama", {"dtype": "bfloat16", "model": {"lora": LoraConfig(rank=4)}}),
-}
-
-
-class Copies(TorchDispatchMode):
-    """Notes the storages that something is copied into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.into.append(args[0].untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
+}  # fmt: skip
 
 
 @pytest.fixture(params=KINDS)
@@ -78,10 +64,11 @@ def test_each_weight_is_copied_once_a_mini_batch(config):
 
     engine.set_loss_fn(looks)
     engine.optimizer_zero_grad()
-    with Copies() as copies, engine.train_mode():
+    with Operators() as operators, engine.train_mode():
         engine.forward_backward_step(tiny.uneven_batch())
     number = len(list(engine.model.module.parameters()))
-    assert len(gathered) == number == sum(one in gathered for one in copies.into)
+    into = [args[0].untyped_storage()._cdata for f, args in operators.calls if f is torch.ops.aten.copy_.default]
+    assert len(gathered) == number == sum(one in gathered for one in into)
     assert sum(gathered.values()) == sum(shape.held(1) * shape.gathered for shape in shapes_of(config)[0])
 
 

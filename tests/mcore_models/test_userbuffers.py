@@ -41,12 +41,12 @@ def test_fields_that_go_together():
     for given in ({"tp_comm_overlap": False}, {}):
         says("true is read with engine.megatron.tp_comm_overlap alone; set that to true, or leave this out",
              userbuffers.check_fields, given | {"tp_comm_bulk_dgrad": True}, at="engine.megatron.tp_comm_bulk_dgrad")  # fmt: skip
-    says("true has buffers of bfloat16 here, and engine.megatron.fp8 is set; leave out one of them",
-         userbuffers.check_fields, ON | {"fp8": "hybrid", "fp8_recipe": "tensorwise"})  # fmt: skip
-    says("true pads with tokens that take places of experts, which engine.megatron.moe_expert_capacity_factor makes few; leave out one of them",
-         userbuffers.check_fields, ON | {"moe_expert_capacity_factor": 1.0})  # fmt: skip
-    says("true needs one queue to the GPU, and engine.megatron.moe_shared_expert_overlap several; leave out one of them",
-         userbuffers.check_fields, ON | {"moe_shared_expert_overlap": True})  # fmt: skip
+    for given, why in (
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "has buffers of bfloat16 here, and engine.megatron.fp8 is set"),
+        ({"moe_expert_capacity_factor": 1.0}, "pads with tokens that take places of experts, which .* makes few"),
+        ({"moe_shared_expert_overlap": True}, "needs one queue to the GPU, and .* several"),
+    ):
+        says(f"true {why}; leave out one of them", userbuffers.check_fields, ON | given)
     says("true is for what mrl does not have: transformer-engine no longer reads it, .*; leave it out",
          check, ON | {"tp_comm_split_ag": True}, at="engine.megatron.tp_comm_split_ag")  # fmt: skip
 
