@@ -65,12 +65,14 @@ def install(folder, package, files):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """`machine(gpu=..., transformer_engine=files)`: what is installed; nothing of it stays."""
+    """`machine(gpu=..., here=..., transformer_engine=files)`: a GPU and what is installed; nothing of it stays."""
     found = {name: sys.modules.get(name) for name in list(sys.modules) if name.split(".")[0] in PACKAGES}
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(*, gpu, **packages):
+    def make(*, gpu, here=None, **packages):
         monkeypatch.setattr(devices, "has_gpu", lambda: gpu)
+        if here is not None:
+            monkeypatch.setattr(te_limits.Gpu, "here", lambda: here)
         for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
             del sys.modules[name]
         for package, files in packages.items():
@@ -148,13 +150,12 @@ def test_te_that_cannot_be_had_is_refused(machine, gpu, says):
         spec_for("te")
 
 
-def test_what_transformer_engine_refuses(machine, monkeypatch):
+def test_what_transformer_engine_refuses(machine):
     """Heads that cp cannot split, of a model with sinks: `te_limits` says so of any GPU, and --dry-run where there is
     none."""
     sinks, layout = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=16, tp=8, cp=2)
     why = "transformer-engine has attention sinks under cp 2 only where cp divides the heads"
-    machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", te_limits.Gpu)  # of a generation that is not known
+    machine(gpu=True, here=te_limits.Gpu(), transformer_engine=WORKS)  # of a generation that is not known
     chosen = spec_for("auto", fields=sinks, dims=layout)
     assert str(chosen).startswith(f"engine.layer_spec: local ({why}")
     with pytest.raises(ConfigError, match=f'value "te" does not work here: {why}'):
@@ -163,10 +164,9 @@ def test_what_transformer_engine_refuses(machine, monkeypatch):
     assert f"it is local too: {why}" in str(spec_for("auto", fields=sinks, dims=layout))
 
 
-def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
+def test_what_its_attention_has_for_a_dtype(machine):
     """No kernel of transformer-engine's has fp32 but the unfused one, which context parallelism has not."""
-    machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((9, 0)))
+    machine(gpu=True, here=te_limits.Gpu((9, 0)), transformer_engine=WORKS)
     cp = ParallelDims(world_size=2, cp=2)
     for wanted, name in (("auto", "local"), ("te", "te")):
         slow = spec_for(wanted, torch.float32)
@@ -204,14 +204,13 @@ def test_windows_under_cp_are_exchanged_as_transformer_engine_can(spec, ways, tm
     assert transformer_config(hf, dims, dtype=torch.float32, layer_spec=spec).cp_comm_type == ways
 
 
-def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeypatch):
+def test_auto_is_local_where_only_the_unfused_attention_is_left(machine):
     """An A100 without flash-attn: scores of whole rows under te, a flash kernel under local. te stays te where asked."""
-    machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_INSTALLED))
+    machine(gpu=True, here=te_limits.Gpu((8, 0), versions.NOT_INSTALLED), transformer_engine=WORKS)
     chosen = spec_for("auto")
     assert chosen.name == "local" and "attention is the unfused one, whose memory grows" in chosen.why
     assert "under flash-attn 2" in chosen.why and spec_for("te").name == "te"
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), Version("2.8.3")))
+    machine(gpu=True, here=FLASH, transformer_engine=WORKS)
     assert spec_for("auto").name == "te"
 
 
@@ -241,14 +240,13 @@ def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeyp
     cases = ((beside, "beside flash-attn 2"), (never, "local too"))
     said = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
     assert why == f"torch sees no GPU; with one and transformer-engine it is te ({said})"
-    machine(gpu=True, transformer_engine=WORKS)
     for at, name in te_limits.GENERATIONS.items():
         for flash_attn, is_te in (
             (versions.NOT_INSTALLED, name not in beside + never),
             (Version("2.8.3"), name not in never),
         ):
             here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.disabled_switches())
-            monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
+            machine(gpu=True, here=here, transformer_engine=WORKS)
             assert (spec_for("auto", fields=fields).name == "te") is is_te, here
 
 
@@ -285,11 +283,9 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_kernel_of_attention_is_te_or_refused(machine, monkeypatch, attention, wanted, variables, gpu, said):
-    machine(gpu=gpu is not None, transformer_engine=WORKS)
+    machine(gpu=gpu is not None, here=gpu, transformer_engine=WORKS)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if gpu is not None:
-        monkeypatch.setattr(te_limits.Gpu, "here", lambda: gpu)
     refused = (
         contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=rf"^engine\.attention: .*{said}")
     )
@@ -297,11 +293,10 @@ def test_a_kernel_of_attention_is_te_or_refused(machine, monkeypatch, attention,
         assert spec_for(wanted, attention=attention).name == "te"
 
 
-def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, monkeypatch):
+def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine):
     """A login node with an A100 and no flash-attn, of a cluster of H100: cp has a kernel there alone."""
-    machine(gpu=True)
+    machine(gpu=True, here=te_limits.Gpu((8, 0), versions.NOT_INSTALLED))
     cp2 = ParallelDims(world_size=2, cp=2)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_INSTALLED))
     layer_spec.check_rules(DENSE, cp2)
     with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2 on any GPU"):
         layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)
@@ -333,12 +328,10 @@ EXPERTS = DENSE | {"hidden_size": 1024, "num_moe_experts": 32, "moe_ffn_hidden_s
         ({}, {}, {"kept": "te"}, "are not what the checkpoint was trained with"),
     ],
 )  # fmt: skip
-def test_experts_are_local_where_that_was_measured_faster(machine, monkeypatch, engine, fields, given, why):
-    machine(gpu=True, transformer_engine=WORKS)
+def test_experts_are_local_where_that_was_measured_faster(machine, engine, fields, given, why):
     engine, fields, given = EngineConfig(**engine), EXPERTS | fields, {"dims": ONE, "dtype": torch.bfloat16} | given
     for capability in ((8, 0), (9, 0), (10, 0)):
-        here = te_limits.Gpu(capability, Version("2.8.3"))
-        monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
+        machine(gpu=True, here=te_limits.Gpu(capability, Version("2.8.3")), transformer_engine=WORKS)
         chosen = layer_spec.choose(engine, fields, **given)
         is_local = capability == (9, 0) and why is None
         assert chosen.name == ("local" if is_local else "te"), chosen
@@ -346,9 +339,8 @@ def test_experts_are_local_where_that_was_measured_faster(machine, monkeypatch, 
         assert (why is not None and why in chosen.why) is (capability == (9, 0) and why is not None), chosen
 
 
-def test_a_resume_has_the_layers_of_its_checkpoint_where_it_can(machine, monkeypatch):
-    machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: H100)
+def test_a_resume_has_the_layers_of_its_checkpoint_where_it_can(machine):
+    machine(gpu=True, here=H100, transformer_engine=WORKS)
 
     def chosen(kept, wanted="auto", **keys):
         return spec_for(wanted, kept=kept, **keys).name
