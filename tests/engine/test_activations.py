@@ -158,14 +158,7 @@ def test_a_subclass_that_has_its_values_elsewhere_stays():
 
 
 def test_fused_sums_of_gradients_are_refused_beside_it(tmp_path):
-    further = {"gradient_accumulation_fusion": True}
-    model = read_hf_config(tiny.make_model(str(tmp_path / "model"), "llama"))
+    model, given = read_hf_config(tiny.make_model(str(tmp_path), "llama")), {"gradient_accumulation_fusion": True}
+    how = {"dtype": torch.float32, "layer_spec": "te", "megatron_options": given, "saves_to_host": True}
     with pytest.raises(ConfigError, match="engine.megatron.gradient_accumulation_fusion: value true .* leave out one"):
-        transformer_config(
-            model,
-            ParallelDims(world_size=1),
-            dtype=torch.float32,
-            layer_spec="te",
-            megatron_options=further,
-            saves_to_host=True,
-        )
+        transformer_config(model, ParallelDims(), **how)
