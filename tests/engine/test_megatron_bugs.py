@@ -52,7 +52,8 @@ def imported_names() -> dict[str, str]:
     """Returns parts of the names that mrl imports of megatron -> a file that does."""
     found: dict[str, str] = {}
     for path in sorted(pathlib.Path(mrl.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text if "megatron" in text else "")):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
                 names = [part for alias in node.names for part in (*node.module.split("."), alias.name)]
             elif isinstance(node, ast.Import):
