@@ -227,7 +227,7 @@ def test_fsdp_has_no_such_key():
         checked(FSDPChecks, EngineConfig(backend="fsdp", moe=MoEConfig(grouped_mm=True)), ParallelDims(), {})
 
 
-MODEL = ModelConfig(path="none")
+MODEL = ModelConfig(path="none", dtype="float32")
 
 
 def checked(checks: type[EngineChecks], engine: EngineConfig, dims: ParallelDims, raw: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def test_each_field_by_itself_runs_or_is_refused(tmp_path):
         if name not in SET_BY_MRL and name not in REFUSED_FIELDS and megatron_fields._takes_any(field.annotation)
     }
     folder = tiny.make_model(str(tmp_path / "model"), "deepseek_v3")
-    config = tiny.role(folder, backend="megatron", size=2)
+    config = tiny.role(folder, backend="megatron", tokens=2000)
     said = run_case(1, "tests.engine.padding:every_field", config=config, values=values)
     assert not [
         line for line in said.values() if line and not line.startswith(("engine.megatron.", "engine.megatron: "))
