@@ -5,10 +5,7 @@ import json
 import logging
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import textwrap
+import shutil
 import threading
 
 import fsspec
@@ -17,7 +14,6 @@ import pytest
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.atomic_checkpoint import MARKER, find_checkpoint, validate, verify, writing
 from mrl.errors import CheckpointError, DamagedCheckpoint
-from tests.tiers import slow_but
 
 
 def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
@@ -58,13 +54,6 @@ def test_order_is_of_time_not_of_steps(tmp_path):
     assert names(tmp_path) == ["latest", "step_00000002"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 5, content=b"old")
-    path = save(tmp_path, 5, content=b"new!")
-    assert (tmp_path / "step_00000005/model/shard0").read_bytes() == b"new!"
-    validate(path)
-
-
 def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path):
     for name in (".tmp-step_00000003", ".trash-step_00000001"):
         (tmp_path / name / "model").mkdir(parents=True)
@@ -83,10 +72,6 @@ def edit_marker(path, **fields):
 
 DAMAGES = {
     "missing file": (lambda p: os.remove(f"{p}/model/shard0"), "damaged: model/shard0 is missing"),
-    "longer file": (
-        lambda p: pathlib.Path(p, "model/shard0").write_bytes(b"weights!"),
-        "damaged: model/shard0 has 8 bytes and was saved with 7",
-    ),
     "truncated file": (
         lambda p: os.truncate(f"{p}/model/shard1", 3),
         "damaged: model/shard1 has 3 bytes and was saved with 14",
@@ -97,10 +82,8 @@ DAMAGES = {
     ),
     "no marker": (lambda p: os.remove(f"{p}/{MARKER}"), "not a whole checkpoint of mrl: it has no COMPLETE file"),
     "empty marker": (lambda p: write_marker(p, ""), "damaged or foreign: COMPLETE cannot be read"),
-    "truncated marker": (lambda p: os.truncate(f"{p}/{MARKER}", 40), "damaged or foreign: COMPLETE cannot be read"),
     "binary marker": (lambda p: pathlib.Path(p, MARKER).write_bytes(b"\xff\xfe\x00"), "COMPLETE cannot be read"),
     "foreign marker": (lambda p: write_marker(p, '{"step": 1}'), "damaged or foreign"),
-    "marker is a list": (lambda p: write_marker(p, "[1]"), "damaged or foreign"),
     "files is a list": (lambda p: write_marker(p, '{"files": []}'), "COMPLETE cannot be read"),
     "marker nests": (lambda p: write_marker(p, "[" * 100_000), "COMPLETE cannot be read"),
     "other format": (lambda p: edit_marker(p, format="other"), "foreign: COMPLETE is not that of an mrl checkpoint"),
@@ -109,7 +92,6 @@ DAMAGES = {
         lambda p: edit_marker(p, files={"state.json": {"size": 2}}),
         "damaged or foreign: COMPLETE cannot be read (KeyError('crc32'))",
     ),
-    "older version": (lambda p: edit_marker(p, version=1), "has checkpoint format 1"),
     "newer version": (lambda p: edit_marker(p, version=99), "has checkpoint format 99"),
 }
 
@@ -170,7 +152,7 @@ def on_ranks(size, work):
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_damage_inside_a_large_file_is_the_same_error_on_every_rank(tmp_path, size):
     """The size is unchanged, so that only reading the file shows it, which one rank of all does."""
     path = save(tmp_path, 1, content=b"weights!" * 2**18)
@@ -229,9 +211,9 @@ class Operations:
 def killed_at_every_operation(folder, prepare, act):
     """Yields the root of `prepare` after `act` on it was killed at its first operation, at its second, ..., and at none."""
     finished, at = False, 0
+    prepare(folder / "prepared")
     while not finished:
-        root = folder / str(at)
-        prepare(root)
+        root = shutil.copytree(folder / "prepared", folder / str(at))
         with pytest.MonkeyPatch.context() as monkeypatch:
             Operations(monkeypatch, at)
             try:
@@ -273,32 +255,11 @@ def test_killed_while_a_step_is_replaced(tmp_path):
     again = lambda root: save(root, 1, content=b"new!", keep=1)  # noqa: E731
     for root in killed_at_every_operation(tmp_path, lambda root: save(root, 1, content=b"old"), again):
         assert validate(find_checkpoint(str(root))).step == 1, f"killed at operation {root.name}"
+    assert (root / "step_00000001/model/shard0").read_bytes() == b"new!", "not killed"
 
 
-@pytest.mark.parametrize("delay_ms", slow_but([7], [1, 7, 20]))
-def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path, delay_ms):
-    root = tmp_path / "checkpoints"
-    save(root, 0)
-    program = f"""
-        from tests.engine.test_checkpoint import save
-        print("ready", flush=True)
-        for step in range(1, 10**6):
-            save({str(root)!r}, step, content=b"x" * 100000, keep=2)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    threading.Event().wait(0.05 + delay_ms / 1000)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert find_checkpoint(str(root)) is not None
-    save(root, 10**6, keep=1)
-    assert names(root) == ["latest", "step_01000000"]
-
-
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_copy_at_a_url_comes_back_equal(tmp_path, scheme):
-    url = f"file://{tmp_path}/remote" if scheme == "file" else f"memory://{tmp_path.name}"
+def test_a_copy_at_a_url_comes_back_equal(tmp_path):
+    url = f"memory://{tmp_path.name}"
     for step in (1, 2, 3):
         checkpoint_remote.upload(save(tmp_path / "a", step), url, keep=2)
     files, base = fsspec.core.url_to_fs(url)

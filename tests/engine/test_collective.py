@@ -16,20 +16,16 @@ from mrl.engine.base import BaseEngine
 from mrl.engine.collective import denominator_of
 from tests.engine.contract import everyone
 from tests.engine.harness import run_case
-from tests.tiers import nightly_but
 
 
 def test_a_denominator_that_the_batch_lacks_is_no_silent_1():
     batch = make_batch([[1, 2, 3], [4, 5]], [[0.0, 1.0, 1.0], [0.0, 1.0]])
     assert (denominator_of(batch, "tokens"), denominator_of(batch, "sequences")) == (3.0, 2.0)
+    assert denominator_of(make_batch([[1, 2]], [[0.0, 0.0]]), "tokens") == 1.0  # nothing counts
     with pytest.raises(AssertionError, match="'sequence'"):
         denominator_of(batch, "sequence")
     with pytest.raises(AssertionError, match="'tokens'"):
         denominator_of(dataclasses.replace(batch, denominators={}), "tokens")
-
-
-def test_a_mini_batch_of_which_nothing_counts_divides_by_1():
-    assert denominator_of(make_batch([[1, 2]], [[0.0, 0.0]]), "tokens") == 1.0
 
 
 PROGRAM = """
@@ -61,15 +57,13 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("joined", nightly_but([True], [False, True]))
-def test_every_group_waits_for_what_one_process_does_alone_and_none_polls_on_its_own(joined):
+def test_every_group_waits_for_what_one_process_does_alone_and_none_polls_on_its_own():
     """An upload or the checksums of a large save take longer than torch's own 30 or 10 minutes.
 
     And one thread polls for all groups: one for each took a third of two cores where layouts were many.
     """
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
-    if joined:
-        environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    joined = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environ = os.environ | joined | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

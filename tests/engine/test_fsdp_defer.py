@@ -1,4 +1,5 @@
-"""`engine.fsdp.defer_sync`: what goes between ranks once a mini-batch, and numbers as without it (its rows of parity_rows.py, too)."""
+"""What goes between ranks once a mini-batch (`engine.fsdp.defer_sync`), and weights of a rank that holds the whole model, which
+stay gathered over one: the same numbers, fewer copies, and bytes that a plan knows. Rows of parity_rows.py have both, too."""
 
 from __future__ import annotations
 
@@ -10,38 +11,73 @@ import pytest
 import torch
 
 from mrl.config.schema import FSDPConfig, LoraConfig, RoleConfig
+from mrl.engine.fsdp.precision import stays_gathered
+from mrl.engine.fsdp.shapes import shapes_of
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, loss_fn, make_engine, train
 from tests.engine.harness import run_case
+from tests.operators import Operators
+
+KINDS = {
+    "weights kept in fp32": ("ernie4_5_moe", {"dtype": "bfloat16", "packing": False, "recompute": "full"}),
+    "offload": ("qwen3", {"offload": ("parameters", "gradients", "optimizer"), "fsdp": FSDPConfig(reshard_after_forward=False)}),
+    "adapters": ("llama", {"dtype": "bfloat16", "model": {"lora": LoraConfig(rank=4)}}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "family, options",
-    [
-        ("ernie4_5_moe", {"dtype": "bfloat16", "packing": False, "recompute": "full"}),  # with weights kept in fp32
-        ("qwen3", {"offload": ("parameters", "gradients", "optimizer"), "fsdp": {"reshard_after_forward": False}}),
-        ("llama", {"dtype": "bfloat16", "model": {"lora": LoraConfig(rank=4)}}),
-    ],
-    ids=["bfloat16", "offload", "adapters"],
-)
-def test_one_process_has_the_same_numbers_to_the_bit(folder, family, options):
-    """Gradients of micro-batches add up in fp32 in the same order, and weights that trained are gathered anew. Of two
-    mini-batches the sums are added, not one micro-batch after another."""
-    options = {"size": 2, **options}
-    fsdp = FSDPConfig(**options.pop("fsdp", {}))
-    path, batches = folder(family), [tiny.uneven_batch(seed) for seed in (0, 1)]
-    found = []
-    for each in (fsdp, dataclasses.replace(fsdp, defer_sync=True)):
-        engine = make_engine(tiny.role(path, fsdp=each, **options))
+@pytest.fixture(params=KINDS)
+def config(request, folder):
+    family, options = KINDS[request.param]
+    return tiny.role(folder(family), size=2, **options)
+
+
+def test_one_process_has_the_same_numbers_to_the_bit(config):
+    """Of two steps, so that weights that trained are gathered anew; of a forward alone; and of gradients of micro-batches.
+
+    Where the sums of mini-batches are added, and not one micro-batch after another, two of them differ by rounding."""
+    fsdp, batches, found = config.engine.fsdp, [tiny.uneven_batch(seed) for seed in (0, 1)], []
+    for stays, deferred in ((False, False), (True, False), (True, True)):
+        own = dataclasses.replace(config.engine, fsdp=dataclasses.replace(fsdp, defer_sync=deferred))
+        engine = make_engine(dataclasses.replace(config, engine=own))
+        assert deferred or engine.model.stays_gathered
+        engine.model.stays_gathered &= stays
         steps = train(engine, 2)
         with engine.eval_mode():
             predictions, _ = engine.forward_backward_step(batches[0], forward_only=True)
-        found.append(
-            (steps, predictions["log_probs"], gradients(engine, batches[0])[1], gradients(engine, *batches)[1])
-        )
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
-    assert_equal(found[1][2], found[0][2])
-    assert_close(found[1][3], found[0][3], 1e-6)
+        of_one, of_both = (gradients(engine, *some)[1] for some in (batches[:1], batches))
+        found.append((steps, predictions["log_probs"], of_one, of_both))
+    plain, gathered, deferred = found
+    for steps, log_probs, of_one, _ in (gathered, deferred):
+        assert steps == plain[0] and torch.equal(log_probs, plain[1])
+        assert_equal(of_one, plain[2])
+    assert_equal(gathered[3], plain[3])
+    assert_close(deferred[3], plain[3], 1e-6)
+
+
+def test_each_weight_is_copied_once_a_mini_batch(config):
+    """And a plan knows the bytes of the copies."""
+    engine, gathered = make_engine(config), {}
+
+    def looks(*given):
+        gathered.update({p.untyped_storage()._cdata: p.nbytes for p in engine.model.module.parameters()})
+        return loss_fn(*given)
+
+    engine.set_loss_fn(looks)
+    engine.optimizer_zero_grad()
+    with Operators() as operators, engine.train_mode():
+        engine.forward_backward_step(tiny.uneven_batch())
+    number = len(list(engine.model.module.parameters()))
+    into = [args[0].untyped_storage()._cdata for f, args in operators.calls if f is torch.ops.aten.copy_.default]
+    assert len(gathered) == number == sum(one in gathered for one in into)
+    assert sum(gathered.values()) == sum(shape.held(1) * shape.gathered for shape in shapes_of(config)[0])
+
+
+@pytest.mark.parametrize(
+    "gathered, shards, gpu_memory, stays",
+    [(2**40, 1, None, True), (5 * 2**30, 1, 80 * 2**30, True), (5 * 2**30 + 1, 1, 80 * 2**30, False), (1, 2, None, False)],
+)  # fmt: skip
+def test_where_memory_allows(gathered, shards, gpu_memory, stays):
+    assert stays_gathered(gathered, shards, gpu_memory) == stays
 
 
 def collectives(config: RoleConfig, expected: dict[str, int]) -> None:
@@ -72,10 +108,10 @@ def test_weights_travel_once_a_mini_batch(folder, deferred):
     run_case(2, "tests.engine.test_fsdp_defer:collectives", config=config, expected=expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_mini_batch_that_ended_in_an_error_leaves_nothing(folder, dtype):
-    """As where memory ran out and a server goes on: what its first micro-batches summed is in no later gradient."""
-    engine = make_engine(tiny.role(folder("llama"), size=2, dtype=dtype, fsdp=FSDPConfig(defer_sync=True)))
+@pytest.mark.parametrize("deferred, dtype", [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+def test_a_mini_batch_that_ended_in_an_error_leaves_nothing(folder, deferred, dtype):
+    """As where memory ran out and a server goes on: neither gathered weights nor sums of its first micro-batches."""
+    engine = make_engine(tiny.role(folder("llama"), size=2, dtype=dtype, fsdp=FSDPConfig(defer_sync=deferred)))
     batch, calls = tiny.uneven_batch(), itertools.count()
 
     def fails(*given):
@@ -87,5 +123,8 @@ def test_a_mini_batch_that_ended_in_an_error_leaves_nothing(folder, dtype):
     engine.set_loss_fn(fails)
     with pytest.raises(torch.OutOfMemoryError):
         gradients(engine, batch)
+    with torch.no_grad():
+        for p in engine.model.trained().values():
+            p.mul_(1.0)  # an error if the module held what is gathered
     engine.set_loss_fn(loss_fn)
     assert_equal(gradients(engine, batch)[1], expected)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mrl.batch import make_batch
 from mrl.engine.collective import share_of
-from mrl.engine.microbatch import balanced_shards, plan_micro_batches, shares
+from mrl.engine.microbatch import plan_micro_batches, shares
 
 pairs_of_lengths = st.lists(st.integers(1, 32), min_size=2, max_size=30).map(lambda x: x[: len(x) // 2 * 2])
 
@@ -35,11 +35,6 @@ def test_micro_batches_have_whole_pairs_within_their_limits(lengths, packed, lim
         of = [lengths[i] for i in part]
         assert len(part) <= limit.get("size", len(part))
         assert (sum(of) if packed else len(of) * max(of)) <= limit.get("tokens", 10**9)
-
-
-@given(st.lists(st.integers(1, 32), min_size=1, max_size=20), st.integers(1, 3))
-def test_groups_of_one_are_what_was_before_there_were_groups(lengths, n):
-    assert shares(lengths, n) == shares(lengths, n, 1) == balanced_shards(lengths, n)
 
 
 def test_a_micro_batch_that_holds_half_a_pair_is_refused():

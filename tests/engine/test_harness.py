@@ -6,8 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.engine import harness
-from tests.engine.harness import Case, run_case, run_world
+from tests.engine.harness import Case, run_world
 
 HERE = "tests.engine.test_harness"
 
@@ -53,16 +52,3 @@ def test_values_errors_crashes_and_timeouts():
     assert failed.error.startswith("rank 1 of 2:") and "ValueError: on purpose" in failed.error
     assert crashed.error == "rank 1 died with exit code 7"
     assert slept.error == "ranks [0, 1] gave no answer within 1 s"
-
-
-def test_worlds_that_hold_too_much_end(monkeypatch):
-    """The one that was used longest ago goes first, and the next case of its size has a new one."""
-    first = [run_case(size, f"{HERE}:total", x=1)["pid"] for size in (1, 2)]
-    worlds = harness._worlds
-    one, two = (worlds[size, "cpu"].memory() for size in (1, 2))
-    monkeypatch.setattr(harness, "MOST_BYTES", one + two // 2)
-    assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0]
-    assert list(worlds) == [(1, "cpu")]
-    monkeypatch.setattr(harness, "MOST_BYTES", 0)
-    assert run_case(1, f"{HERE}:total", x=1)["pid"] == first[0] and not worlds
-    assert run_case(1, f"{HERE}:total", x=1)["pid"] != first[0]

@@ -1,6 +1,6 @@
-"""The thirteen silent bugs of Megatron-LM's issue 7452: which the installed megatron-core has, and why mrl has none.
+"""Why mrl has none of the thirteen silent bugs of Megatron-LM's issue 7452; docs/evidence/megatron-bugs.md has a row for each.
 
-docs/evidence/megatron-bugs.md is the table of both. Tests of other files that belong to it:
+Tests of other files that belong to it:
 
     3    tests/engine/test_mtp.py: gradients of MTP layers against one process, on unequal data-parallel ranks
     9    test_traps_megatron.py (traps 2 to 4): factors, and the parity rows with one trained token
@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import ast
 import pathlib
-import re
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import mrl
+from mrl.config.schema import RoleConfig
+from mrl.mcore_models.build import transformer_config
 from mrl.mcore_models.megatron_fields import SET_BY_MRL
+from mrl.parallel import ParallelDims
+from mrl.weights.hf_config import read_hf_config
 from tests.engine import tiny
-from tests.engine.contract import make_engine
+from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case
-from tests.engine.megatron_bugs import REPRODUCTIONS
 from tests.engine.parity import Row
 
 import megatron.core  # isort: skip  after the engine, which prepares its import
-
-PAGE = pathlib.Path(__file__).parents[2] / "docs/evidence/megatron-bugs.md"
-PRESENT = {
-    "0.16.1": {1, 2, 4, 5, 8, 9, 10, 11},
-    "0.19.2": {1, 2, 3, 4, 5, 8, 9, 10, 11},
-}
-"""The bugs that `REPRODUCTIONS` shows, of the numbers that it has."""
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.tensor_parallel import cross_entropy  # isort: skip
 
 NOT_IMPORTED = {
     "vocab_parallel_cross_entropy": 1,
@@ -47,32 +48,12 @@ NOT_IMPORTED = {
 """Parts of megatron-core that have a bug, and that mrl does not import -> its number."""
 
 
-def rows_of_page() -> dict[int, list[str]]:
-    rows = re.findall(r"^\| (\d+) \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
-    return {int(number): [cell.strip() for cell in cells.split("|")] for number, cells in rows}
-
-
-@pytest.mark.parametrize("number", REPRODUCTIONS)
-def test_the_page_says_which_bugs_the_installed_megatron_has(number):
-    """The page has columns for two versions; of a newer one it promises nothing, and only the calls have to work."""
-    version = megatron.core.__version__.partition("+")[0]
-    pairs = run_case(REPRODUCTIONS[number][0], "tests.engine.megatron_bugs:reproduced", number=number)
-    has_it = any(observed != reference for observed, reference in pairs)
-    if version in PRESENT:
-        assert has_it == (number in PRESENT[version]), pairs
-        cell = rows_of_page()[number][2 + list(PRESENT).index(version)]
-        assert cell == ("yes" if has_it else "no"), cell
-
-
-def test_the_page_has_all_thirteen():
-    assert sorted(rows_of_page()) == list(range(1, 14))
-
-
 def imported_names() -> dict[str, str]:
     """Returns parts of the names that mrl imports of megatron -> a file that does."""
     found: dict[str, str] = {}
     for path in sorted(pathlib.Path(mrl.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text if "megatron" in text else "")):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
                 names = [part for alias in node.names for part in (*node.module.split("."), alias.name)]
             elif isinstance(node, ast.Import):
@@ -98,33 +79,81 @@ def config_of(folder, layout, **options):
     return tiny.role(folder, backend="megatron", parallel=Row("llama", layout).parallel, **{"tokens": 64, **options})
 
 
+def trains_without_megatrons_loss(config: RoleConfig) -> None:
+    """1, 2: a step calls neither megatron's cross entropy nor its loss of labels."""
+    engine = make_engine(config)
+    called = AssertionError("megatron's own loss was called")
+    with (
+        mock.patch.object(GPTModel, "compute_language_model_loss", side_effect=called),
+        mock.patch.object(cross_entropy._VocabParallelCrossEntropy, "apply", side_effect=called),
+    ):
+        assert train(engine, 1)
+
+
 def test_1_and_2_the_loss_is_none_of_megatrons(folder):
-    run_case(2, "tests.engine.megatron_bugs:trains_without_megatrons_loss", config=config_of(folder("llama"), "tp2"))
+    run_case(2, f"{__name__}:trains_without_megatrons_loss", config=config_of(folder("llama"), "tp2"))
 
 
-@pytest.mark.parametrize("layouts", [("tp2+spxcp2", "tp4"), ("tp2+spxpp2", "cp2xdp2")], ids=str)
-def test_4_5_6_7_13_groups_are_the_engines_own(folder, layouts):
+def groups_are_the_engines_own(first: RoleConfig, second: RoleConfig) -> None:
+    """4, 5, 6, 7, 13: modules hold the groups that are process-wide while their engine works, and keep them.
+
+    Bugs of an explicit group beside a process-wide one need two that differ. Two engines of different layouts share the
+    process; each trains and evaluates several batches inside the other's turn.
+    """
+    engines = [make_engine(first), make_engine(second)]
+    held = [_held(engine) for engine in engines]
+    for seed in range(2):
+        for engine in engines:
+            train(engine, 1, first=seed)
+            with engine.eval_mode(), torch.no_grad():
+                engine.forward_backward_step(engine.shard_data(tiny.uneven_batch(seed)), forward_only=True)
+    for engine, before in zip(engines, held, strict=True):
+        assert _held(engine) == before, "a module's group has changed"
+
+
+def _held(engine: object) -> dict[str, int]:
+    """Returns the id of each group that a module has, by its name, having compared it with the process-wide ones."""
+    found: dict[str, int] = {}
+    with engine.model.state.installed():
+        state = megatron.core.parallel_state
+        known = {id(value) for value in vars(state).values() if isinstance(value, dist.ProcessGroup)}
+        exact = {"tp": state.get_tensor_model_parallel_group(), "cp": state.get_context_parallel_group()}
+        for index, chunk in enumerate(engine.model.chunks):
+            for name, module in chunk.named_modules():
+                for key, value in _groups_of(module):
+                    assert id(value) in known, f"{name}.{key} is no group of its engine"
+                    if key in ("pg_collection.tp", "pg_collection.cp"):
+                        assert value is exact[key.rpartition(".")[2]], f"{name}.{key}"
+                    found[f"{index}.{name}.{key}"] = id(value)
+    assert any(key.endswith("pg_collection.cp") for key in found)
+    return found
+
+
+def _groups_of(module: torch.nn.Module) -> list[tuple[str, dist.ProcessGroup]]:
+    found = []
+    for key, value in vars(module).items():
+        of = vars(value) if isinstance(value, ProcessGroupCollection) else {"": value}
+        found += [(f"{key}.{k}".rstrip("."), v) for k, v in of.items() if isinstance(v, dist.ProcessGroup)]
+    return found
+
+
+def test_4_5_6_7_13_groups_are_the_engines_own(folder):
     """An explicit group that differs from the process-wide one is what these bugs need."""
-    first = config_of(folder("mixtral"), layouts[0], recompute="full")
-    second = config_of(folder("llama"), layouts[1])
-    run_case(4, "tests.engine.megatron_bugs:groups_are_the_engines_own", first=first, second=second)
+    first = config_of(folder("mixtral"), "tp2+spxcp2", recompute="full")
+    second = config_of(folder("llama"), "tp4")
+    run_case(4, f"{__name__}:groups_are_the_engines_own", first=first, second=second)
 
 
 def test_4_saved_activations_are_whole(folder):
     """`distribute_saved_activations` is off, and a config cannot set it."""
     assert "distribute_saved_activations" in SET_BY_MRL
-    config = config_of(folder("llama"), "tp2+sp", recompute="full")
-    assert run_case(2, f"{__name__}:saved_whole", config=config)
-
-
-def saved_whole(config) -> bool:
-    return not make_engine(config).model.transformer.distribute_saved_activations
+    hf, dims = read_hf_config(folder("llama")), ParallelDims(2, tp=2, sp=True)
+    assert not transformer_config(hf, dims, dtype=torch.float32, recompute="full").distribute_saved_activations
 
 
 def test_8_sinks_are_counted_on_each_rank(folder):
     run_case(2, "tests.engine.traps:split_parameters_say_so", config=config_of(folder("gpt_oss"), "tp2+spxetp1"))
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
-def test_11_norms_of_delta_nets_stay_equal(folder, layout):
-    run_case(2, "tests.engine.traps:replicas_stay_equal", config=config_of(folder("qwen3_5"), layout))
+def test_11_norms_of_delta_nets_stay_equal(folder):
+    run_case(2, "tests.engine.traps:replicas_stay_equal", config=config_of(folder("qwen3_5"), "tp2"))

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mrl.config.mtp import MTPConfig
 from mrl.config.schema import EngineConfig, LoraConfig, TrainedModelConfig
@@ -38,7 +38,7 @@ def exported(folder, out, steps: int = 2, **fields):
     return tensors_of(out)
 
 
-def check(folder, after, dtype: torch.dtype = torch.float32, left: tuple[str, ...] = ()) -> None:
+def check(folder, after) -> None:
     """The text part has trained, and all else is as it was."""
     before = tensors_of(folder)
     assert after.keys() == before.keys()
@@ -46,15 +46,15 @@ def check(folder, after, dtype: torch.dtype = torch.float32, left: tuple[str, ..
         if name.startswith(CARRIED):
             assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
         else:
-            assert after[name].dtype == dtype and after[name].shape == tensor.shape
-            assert torch.equal(after[name], tensor.to(dtype)) == any(part in name for part in left), name
+            assert after[name].dtype == torch.float32 and after[name].shape == tensor.shape
+            assert not torch.equal(after[name], tensor.float()), name
 
 
 @pytest.mark.parametrize(
     ("kind", "tied", "stacked"),
     slow_but(
-        [("qwen3_5", True, True), ("qwen3_5_moe", False, True)],
-        [(kind, tied, stacked) for kind in KINDS for tied in (False, True) for stacked in (False, True)],
+        [("qwen3_5", True, True), ("qwen3_5_moe", False, False)],
+        [("qwen3_5", True, True), ("qwen3_5_moe", False, False), ("qwen3_5_moe", True, True)],
     ),
 )
 def test_the_text_part_trains_as_alone(kind, tied, stacked, tmp_path):
@@ -80,11 +80,10 @@ def export_of_ranks(config, out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}, {"pp": 2}])
-def test_two_ranks_in_bf16_write_the_folder(parallel, tmp_path):
+def test_ranks_in_bf16_write_the_folder(tmp_path):
     folder = make(tmp_path / "in", "qwen3_5_moe")
-    config = tiny.role(str(folder), backend="megatron", dtype="bfloat16", parallel=parallel)
-    run_case(2, "tests.engine.test_megatron_composite:export_of_ranks", config=config, out=str(tmp_path / "out"))
+    config = tiny.role(str(folder), backend="megatron", dtype="bfloat16", parallel={"tp": 2, "ep": 2, "pp": 2})
+    run_case(4, "tests.engine.test_megatron_composite:export_of_ranks", config=config, out=str(tmp_path / "out"))
     before, after = tensors_of(folder), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(CARRIED))
@@ -111,39 +110,6 @@ def test_merged_adapters_and_their_folder_over_the_composite(kind, tmp_path):
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     tokens = torch.tensor([[7, 3, 5, 11]])
     torch.testing.assert_close(ours(tokens).logits, peft(tokens).logits, rtol=0, atol=1e-5)
-
-
-def test_a_tied_head_that_is_stored_again_follows_the_embedding(tmp_path):
-    folder = make(tmp_path / "in", "qwen3_5", tied=True, again=True)
-    after = exported(folder, tmp_path / "out")
-    check(folder, after)
-    assert torch.equal(after["lm_head.weight"], after["model.language_model.embed_tokens.weight"])
-
-
-def test_a_value_head_over_the_text_part_is_a_classifier_of_the_whole(tmp_path):
-    folder = tiny_composite.make_composite(str(tmp_path / "in"), "qwen3_5")
-    make_engine(tiny.role(folder, backend="megatron", head="value")).export_hf(str(tmp_path / "out"))
-    model, found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and model.score.weight.shape == (1, 32)
-
-
-def test_random_weights_of_the_text_part_have_its_config(tmp_path):
-    folder = tiny_composite.make_composite(str(tmp_path / "in"), "qwen3_5")
-    config = tiny.role(folder, backend="megatron", optimizer=None, model={"init": "random"})
-    make_engine(config).export_hf(str(tmp_path / "out"))
-    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert type(model).__name__ == "Qwen3_5ForCausalLM" and not found["missing_keys"] and not found["unexpected_keys"]
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3_5_text"
-    # as transformers starts it: norms of 1 + 0, decays of any head, a convolution of four weights
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            assert weight.eq(1.0 if "linear_attn" in name else 0.0).all(), name
-        elif name.endswith("dt_bias"):
-            assert weight.eq(1.0).all()
-        elif name.endswith("A_log"):
-            assert weight.exp().min() >= 0.01 and weight.exp().max() <= 16 and weight.std() > 0
-        elif name.endswith("conv1d.weight"):
-            assert 0.4 < weight.abs().max() <= 0.5
 
 
 def test_mtp_layers_of_the_whole_are_found_before_a_run(tmp_path):

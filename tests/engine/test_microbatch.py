@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mrl.engine.microbatch import (
     balanced_shards,
     plan_micro_batches,
+    shares,
     split_micro_batches,
     split_to_count,
     token_budget,
@@ -29,19 +30,14 @@ def assert_partition(parts, n):
 
 
 @given(lengths_lists, st.integers(1, 9))
-def test_shards_have_every_sequence_once_and_equal_counts(lengths, n):
+def test_shards_have_every_sequence_once_and_equal_counts_and_are_balanced(lengths, n):
     shards = balanced_shards(lengths, n)
     assert len(shards) == n
     assert_partition(shards, len(lengths))
-    counts = [len(s) for s in shards]
-    assert max(counts) - min(counts) <= 1
+    counts, sums = [len(s) for s in shards], [sum(lengths[i] for i in s) for s in shards]
+    assert max(counts) - min(counts) <= 1 and max(sums) - min(sums) <= max(lengths, default=0)
     assert all(s == sorted(s) for s in shards)
-
-
-@given(lengths_lists, st.integers(1, 9))
-def test_shards_are_balanced_within_the_longest_sequence(lengths, n):
-    sums = [sum(lengths[i] for i in s) for s in balanced_shards(lengths, n)]
-    assert max(sums) - min(sums) <= max(lengths, default=0)
+    assert shares(lengths, n) == shares(lengths, n, 1) == shards
 
 
 def test_shards_are_nearly_even_on_many_sequences():
@@ -56,30 +52,17 @@ def test_equal_lengths_and_one_rank_keep_a_simple_order():
     assert [s[0] for s in balanced_shards([5, 5, 5, 5], 4)] == [0, 1, 2, 3]
 
 
-@given(lengths_lists, st.integers(64, 256), st.booleans())
-def test_token_budget_is_kept(lengths, tokens, packed):
-    parts = split_micro_batches(lengths, tokens=tokens, packed=packed)
-    assert_partition(parts, len(lengths))
-    assert all(part and cost(lengths, part, packed) <= tokens for part in parts)
-
-
-@given(lengths_lists, st.integers(1, 8), st.booleans())
-def test_size_is_kept_with_the_fewest_micro_batches(lengths, size, packed):
-    parts = split_micro_batches(lengths, size=size, packed=packed)
-    assert_partition(parts, len(lengths))
-    assert len(parts) == -(-len(lengths) // size)
-    assert all(0 < len(part) <= size for part in parts)
-
-
 @given(lengths_lists, limits, st.integers(0, 60), st.booleans())
-def test_count_is_exact_and_the_limit_still_kept(lengths, limit, extra, packed):
-    count = len(split_micro_batches(lengths, **limit, packed=packed)) + extra
-    parts = split_to_count(lengths, count, **limit, packed=packed)
-    assert len(parts) == count
-    assert_partition(parts, len(lengths))
-    assert all(cost(lengths, part, packed) <= limit.get("tokens", 10**9) for part in parts)
-    assert all(len(part) <= limit.get("size", len(part)) for part in parts)
-    assert sum(1 for part in parts if part) == min(count, len(lengths))
+def test_count_is_exact_and_limits_are_kept(lengths, limit, extra, packed):
+    least = split_micro_batches(lengths, **limit, packed=packed)
+    parts = split_to_count(lengths, len(least) + extra, **limit, packed=packed)
+    for found in (least, parts):
+        assert_partition(found, len(lengths))
+        assert all(cost(lengths, part, packed) <= limit.get("tokens", 10**9) for part in found)
+        assert all(len(part) <= limit.get("size", len(part)) for part in found)
+    assert all(least) and ("tokens" in limit or len(least) == -(-len(lengths) // limit["size"])), "the fewest"
+    assert len(parts) == len(least) + extra
+    assert sum(1 for part in parts if part) == min(len(parts), len(lengths))
 
 
 @given(st.lists(lengths_lists, min_size=1, max_size=5), st.integers(1, 4))

@@ -16,7 +16,7 @@ from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares m
 from mrl.engine.megatron.muon import orthogonalise
 from tests.engine import muon, tiny
 from tests.engine.harness import run_case
-from tests.tiers import in_tiers
+from tests.tiers import slow_but
 
 UPDATE = 1e-3
 
@@ -42,28 +42,26 @@ def test_newton_schulz_steps_are_torchs(shape):
     assert tiny.relative_l2(orthogonalise(matrix, 3, torch.float32), expected.float()) < 1e-5
 
 
-# family, processes, layout, whether a data-parallel boundary goes through a matrix
+ALL_KEYS = {
+    "scale_mode": "shape_scaling", "extra_scale_factor": 1.0, "momentum": 0.5, "use_nesterov": False, "num_ns_steps": 2,
+}  # fmt: skip
+
+# family, processes, layout, whether a data-parallel boundary goes through a matrix, keys of optimizer.muon
 LAYOUTS = [
-    ("qwen3", 1, {}, False),
-    ("qwen3_5", 2, {"tp": 2}, False),  # a linear of four matrices, convolutions and parameters of heads
-    ("qwen3_moe", 2, {}, True),
-    ("qwen3", 2, {"pp": 2}, False),
-    ("qwen2", 4, {"tp": 4}, False),  # more ranks than key-value heads
-    ("llama", 4, {"tp": 2}, True),
-    ("qwen3", 4, {}, True),
-    ("gpt_oss", 2, {"ep": 2}, True),
-    ("qwen3_moe", 4, {"tp": 2, "etp": 1, "ep": 2}, True),
-    ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2}, False),
-    ("glm4_moe", 4, {"tp": 2, "cp": 2}, True),
+    ("qwen3", 1, {}, False, ALL_KEYS),
+    ("qwen3_5", 2, {"tp": 2}, False, {}),  # a linear of four matrices, convolutions and parameters of heads
+    ("qwen3_moe", 2, {}, True, {}),
+    ("qwen2", 4, {"tp": 4}, False, {}),  # more ranks than key-value heads
+    ("qwen3_moe", 4, {"tp": 2, "etp": 1, "ep": 2}, True, {}),
+    ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2}, False, {"scale_mode": "unit_rms_norm"}),
+    ("glm4_moe", 4, {"tp": 2, "cp": 2}, True, {}),
 ]
-SLOW = (4, 7, 9, 10)
 
 
-@pytest.mark.parametrize(
-    ("family", "world", "parallel", "divided"), in_tiers(LAYOUTS[:3], [LAYOUTS[i] for i in SLOW], LAYOUTS), ids=str
-)
-def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, world, parallel, divided):
-    folder, optimizer = tiny.make_model(str(tmp_path / "model"), family), muon.OPTIMIZER
+@pytest.mark.parametrize(("family", "world", "parallel", "divided", "keys"), slow_but(LAYOUTS[:3], LAYOUTS), ids=str)
+def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, world, parallel, divided, keys):
+    folder = tiny.make_model(str(tmp_path / "model"), family)
+    optimizer = dataclasses.replace(muon.OPTIMIZER, muon=MuonConfig(**keys))
     reference = tiny.hf_reference(folder, tiny.uneven_batch(), optimizer=optimizer)
     torch.save(dataclasses.asdict(reference), tmp_path / "reference.pt")
     small_buckets = {"overlap_grad_reduce": True, "bucket_size": 3000}
@@ -76,33 +74,10 @@ def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, w
     assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
 
 
-KEYS = [
-    {"scale_mode": "shape_scaling", "extra_scale_factor": 1.0}, {"momentum": 0.5}, {"use_nesterov": False},
-    {"num_ns_steps": 2}, {"scale_mode": "unit_rms_norm"},
-]  # fmt: skip
-"""In CI each by itself is in tests/config/test_keys_reach.py."""
-
-
-@pytest.mark.parametrize("keys", in_tiers([], KEYS[:1], KEYS), ids=str)
-def test_keys(tmp_path, keys):
+def test_state_is_kept_to_the_bit(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
-    optimizer = dataclasses.replace(muon.OPTIMIZER, muon=MuonConfig(**keys))
-    reference = tiny.hf_reference(folder, tiny.uneven_batch(), optimizer=optimizer)
-    torch.save(dataclasses.asdict(reference), tmp_path / "reference.pt")
-    config = tiny.role(folder, backend="megatron", size=2, optimizer=optimizer)
-    found = run_case(1, "tests.engine.muon:updates", config=config, expected=str(tmp_path / "reference.pt"))
-    assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "dtype"),
-    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.nightly)],
-    ids=str,
-)
-def test_state_is_kept_to_the_bit(tmp_path, world, parallel, dtype):
-    folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
-    config = tiny.role(folder, backend="megatron", parallel=parallel, size=2, dtype=dtype, optimizer=muon.OPTIMIZER)
-    assert run_case(world, "tests.engine.muon:keeps", config=config, path=str(tmp_path)) == {"trained state": True}
+    config = tiny.role(folder, backend="megatron", size=2, optimizer=muon.OPTIMIZER)
+    assert run_case(2, "tests.engine.muon:keeps", config=config, path=str(tmp_path)) == {"trained state": True}
 
 
 @pytest.mark.slow

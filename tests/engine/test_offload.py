@@ -26,43 +26,44 @@ def device_bytes(engine) -> dict[str, int]:
     return result
 
 
-def frees_what_it_names(config: RoleConfig, kind: str) -> dict[str, dict[str, int]]:
-    """Rank 0's bytes at rest and in use, of an engine that keeps everything and of one that offloads `kind`."""
+def bytes_by_use(config: RoleConfig) -> dict[tuple[str, ...], dict[str, dict[str, int]]]:
+    """Rank 0's bytes at rest and in use, of an engine that keeps everything and of one that offloads each kind."""
     found = {}
-    for name, kinds in (("kept", ()), ("offloaded", (kind,))):
+    for kinds in ((), *((kind,) for kind in KINDS)):
         engine = make_engine(dataclasses.replace(config, engine=dataclasses.replace(config.engine, offload=kinds)))
         gradients(engine, engine.shard_data(tiny.uneven_batch()))
         engine.optimizer_step()  # optimizer state exists from here on
-        found[name, "at rest"] = device_bytes(engine)
-        with engine.train_mode():
-            found[name, "in use"] = device_bytes(engine)
-        assert device_bytes(engine) == found[name, "at rest"]
-        with engine.eval_mode():
-            found[name, "evaluating"] = device_bytes(engine)
-        assert device_bytes(engine) == found[name, "at rest"]
-        engine.to("host")
-        found[name, "to host"] = device_bytes(engine)
-        engine.to("device")
-        found[name, "to device"] = device_bytes(engine)
+        seen = {"at rest": device_bytes(engine)}
+        for use, mode in (("in use", engine.train_mode), ("evaluating", engine.eval_mode)):
+            with mode():
+                seen[use] = device_bytes(engine)
+            assert device_bytes(engine) == seen["at rest"]
+        for place in ("host", "device"):
+            engine.to(place)
+            seen[f"to {place}"] = device_bytes(engine)
+        found[kinds] = seen
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron dp2", "external dp2"])
-def test_what_waits_on_the_host_leaves_the_device(folder, layout, kind, dtype):
+@pytest.mark.parametrize(
+    "layout, dtype",
+    [("fsdp dp2", "bfloat16"), ("megatron dp2", "float32"), ("megatron dp2", "bfloat16"), ("external dp2", "float32")],
+)
+def test_what_waits_on_the_host_leaves_the_device(folder, layout, dtype):
     world_size, config = world_and_role(layout, folder(), dtype=dtype)
-    found = run_case(world_size, "tests.engine.test_offload:frees_what_it_names", config=config, kind=kind)
-    kept = found["kept", "at rest"]
-    assert all(kept[k] > 0 for k in KINDS)
-    assert found["offloaded", "at rest"] == {**kept, kind: 0}
-    assert found["kept", "in use"] == found["kept", "to device"] == found["offloaded", "to device"] == kept
-    in_use = {**kept, "optimizer": 0} if kind == "optimizer" else kept  # it waits for the optimizer's step
-    assert found["offloaded", "in use"] == in_use
-    # evaluation takes parameters alone
-    assert found["kept", "evaluating"] == kept
-    assert found["offloaded", "evaluating"] == (kept if kind == "parameters" else {**kept, kind: 0})
-    assert found["kept", "to host"] == found["offloaded", "to host"] == dict.fromkeys(KINDS, 0)
+    found = run_case(world_size, "tests.engine.test_offload:bytes_by_use", config=config)
+    plain, empty = found.pop(()), dict.fromkeys(KINDS, 0)
+    kept = plain["at rest"]
+    assert all(kept[k] > 0 for k in KINDS) and plain == dict.fromkeys(plain, kept) | {"to host": empty}
+    for (kind,), seen in found.items():
+        without = {**kept, kind: 0}
+        assert seen == {
+            "at rest": without,
+            "in use": without if kind == "optimizer" else kept,  # it waits for the optimizer's step
+            "evaluating": kept if kind == "parameters" else without,  # which takes parameters alone
+            "to host": empty,
+            "to device": kept,
+        }
 
 
 # -- spent gradients ---------------------------------------------------------------------------------------------------

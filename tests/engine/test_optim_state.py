@@ -72,10 +72,8 @@ def test_the_count_is_where_the_tensor_is():
     ("family", "world", "parallel"),
     [
         ("qwen3", 2, {}),
-        pytest.param("qwen3_moe", 4, {"ep": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", 4, {"tp": 2, "etp": 1}, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", 4, {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3", 4, {"pp": 2}, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", 4, {"tp": 2, "etp": 1, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 2, {"tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_megatron_reads_what_is_saved(tmp_path, family, world, parallel):
@@ -86,7 +84,7 @@ def test_megatron_reads_what_is_saved(tmp_path, family, world, parallel):
     assert run_case(world, case, config=config, folder=str(tmp_path / "checkpoints")) > 40
 
 
-@pytest.mark.parametrize(("rank", "longest"), [(0, 0), (0, 4_000), (1, 40_000)])
+@pytest.mark.parametrize(("rank", "longest"), [(0, 0), (1, 40_000)])
 def test_a_rank_that_cannot_write_ends_the_save_of_all(tmp_path, rank, longest):
     """By one line, and the checkpoint is not there; one of them once waited for the others, or ended with a traceback."""
     tiny.make_model(str(tmp_path / "model"), "qwen3")

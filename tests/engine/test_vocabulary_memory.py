@@ -20,7 +20,6 @@ from tests.tiers import slow_but
 
 T, V, H = 2176, 16384, 16  # above the size up to which logits are kept for the backward pass, also in halves of V
 FULL = T * V * 4
-ENTROPIES = ("none", "detached", "differentiable")
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -29,18 +28,10 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(0, V, (T,), generator=generator)
 
 
-def test_the_count_sees_a_plain_loss():
-    hidden, weight, labels = inputs()
-    with PeakBytes() as found:
-        log_p = torch.log_softmax(hidden @ weight.t(), -1)
-        log_probs, entropy = log_p.gather(1, labels[:, None]).sum(), -(log_p.exp() * log_p).sum()
-        del log_p
-        (log_probs + entropy).backward()
-    assert found.largest == FULL and found.peak > 3 * FULL
-
-
-@pytest.mark.parametrize("entropy", ENTROPIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, entropy",
+    [(torch.float32, "none"), (torch.bfloat16, "detached"), (torch.float32, "differentiable")],
+)
 def test_forward_and_backward_are_bounded(dtype, entropy):
     """By a few chunks of 2**22 logits, which T and V have no part in."""
     chunk, peaks = 2**22 * 4, []
@@ -72,7 +63,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
         [[(7 * i + j) % V for j in range(129)] for i in range(T // 128)], [[1.0] * 129] * (T // 128)
     )
     found = []
-    for entropy in ENTROPIES:
+    for entropy in ("none", "differentiable"):
         engine.optimizer_zero_grad()
         with engine.train_mode(), PeakBytes() as bytes_:
             engine.forward_backward_step(batch, {"temperature": 1.0, "entropy": entropy})
@@ -80,7 +71,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron", "megatron tp2", "external"]))
+@pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron tp2", "external"]))
 def test_no_engine_holds_the_logits_of_a_micro_batch(tmp_path, layout):
     folder = tiny.make_model(str(tmp_path), "llama", vocab=V, max_position_embeddings=256)
     world_size, config = world_and_role(layout, folder, tokens=T)

@@ -87,10 +87,8 @@ def test_swiglu_rounds_as_torchs(dtype):
     "family, spec, parallel",
     [
         ("qwen3", "local", {}),
-        pytest.param("qwen3", "te", {}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", "local", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "te", {}, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", "te", {"tp": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_completions_are_those_of_transformers(tmp_path, family, spec, parallel):

@@ -57,11 +57,11 @@ def check(logits, params, keys, shard):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("params", KINDS, ids=str)
-def test_tokens_are_those_of_torch(small_blocks, params, dtype):
-    """50 rows of each kind: 800 in all."""
-    logits, keys = logits_of(50, 300, dtype)
-    check(logits, [params] * 50, keys, VocabShard(300))
+@pytest.mark.parametrize("kinds", [KINDS[:2], [GREEDY], KINDS], ids=["without filters", "greedy", "all"])
+def test_tokens_are_those_of_torch(small_blocks, kinds, dtype):
+    params = kinds * (64 // len(kinds))
+    logits, keys = logits_of(len(params), 300, dtype)
+    check(logits, params, keys, VocabShard(300))
 
 
 @pytest.mark.parametrize("columns, vocab", [(1, 1), (7, 7), (129, 128), (300, 257)])
@@ -86,8 +86,8 @@ def test_one_row_and_none():
 
 def test_the_largest_noise_is_that_of_torch():
     """Of 2**16 numbers a row. They come from uniform ones near 0, where 1 - w loses digits."""
-    _, keys = logits_of(32, 1)
-    found, token, *_ = draw.draw(torch.zeros(32, 2**16), 0, keys, None, None, None)
+    _, keys = logits_of(8, 1, seed=3)
+    found, token, *_ = draw.draw(torch.zeros(8, 2**16), 0, keys, None, None, None)
     expected = gumbel(keys, 0, 2**16).max(dim=1)
     assert expected.values.max() > 13 and torch.equal(token.long(), expected.indices)
     torch.testing.assert_close(found.float(), expected.values, rtol=3e-7, atol=0)

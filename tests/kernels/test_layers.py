@@ -66,16 +66,23 @@ def plain_norm(eps, centered):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 7, 4, 16), (2, 3, 5000), (700, 1, 24), (1, 1), (0, 1, 32)], ids=str)
-def test_norms(shape, centered, dtype):
+@pytest.mark.parametrize(
+    "shape, centered, layout",
+    [
+        ((3, 7, 4, 16), False, None), ((2, 3, 5000), True, None), ((700, 1, 24), True, None), ((1, 1), False, None),
+        ((0, 1, 32), True, None),
+        ((6, 3, 5, 16), False, lambda x: x if x.dim() == 1 else x[:, :, 4:5]),  # as keys are: every few heads of one product
+        ((6, 3, 5, 16), False, lambda x: x if x.dim() == 1 else x.transpose(0, 1)),
+    ],
+)  # fmt: skip
+def test_norms(shape, centered, layout, dtype):
     def kernel(x, weight):
         return layers.rms_norm(x, weight, 1e-6, centered)
 
     inputs = [numbers(*shape), numbers(shape[-1], seed=1, scale=0.2) + (0 if centered else 1)]
     if shape == (1, 1):  # the gradient of one number's norm is all but zero
         inputs[0] = inputs[0] * 1e-3
-    compare(kernel, plain_norm(1e-6, centered), inputs, dtype)
+    compare(kernel, plain_norm(1e-6, centered), inputs, dtype, layout)
 
 
 def test_a_weights_gradient_is_summed_over_all_programs(monkeypatch):
@@ -102,14 +109,6 @@ def test_a_weights_gradient_is_added_to_megatrons_buffer(rows):
     weight.requires_grad_(False)
     layers.rms_norm(x, weight, 1e-6).sum().backward()
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_of_a_part_of_a_tensor(dtype):
-    """As keys are: every few heads of one product; and as transposed heads, which are copied."""
-    for layout in (lambda x: x if x.dim() == 1 else x[:, :, 4:5], lambda x: x if x.dim() == 1 else x.transpose(0, 1)):
-        inputs = [numbers(6, 3, 5, 16), numbers(16, seed=1)]
-        compare(lambda x, w: layers.rms_norm(x, w, 1e-5), plain_norm(1e-5, False), inputs, dtype, layout)
 
 
 def test_norms_take_what_fits():
@@ -139,10 +138,9 @@ def angles(*shape, equal=True):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "rows, heads, size, turned",
-    [((7,), (4, 2), 16, 16), ((2, 5), (3, 1), 24, 24), ((5,), (6, 6), 20, 8), ((0,), (2, 2), 8, 8)],
+    "rows, heads, size, turned, equal",
+    [((2, 5), (3, 1), 24, 24, True), ((5,), (6, 6), 20, 8, False), ((0,), (2, 2), 8, 8, True)],
 )
-@pytest.mark.parametrize("equal", [True, False])
 def test_queries_and_keys_turn(rows, heads, size, turned, equal, dtype):
     of = angles(*rows, turned, equal=equal)
     q, k = (numbers(*rows, n, size, seed=n) for n in heads)
@@ -181,31 +179,29 @@ def plain_swiglu(x, up=None, weights=None):
     return out if weights is None else (out * weights).to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(5, 1, 96), (3, 50), (2, 3, 5000), (0, 1, 32)], ids=str)
-def test_swiglu_of_one_tensor(shape, dtype):
-    compare(layers.swiglu, plain_swiglu, [numbers(*shape, scale=3.0)], dtype)
+def apart(x):
+    return x.transpose(0, 1) if x.dim() == 3 else x
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu_of_two_tensors(dtype):
-    gate, up = numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)
-    compare(layers.swiglu, plain_swiglu, [gate, up], dtype)
-    compare(layers.swiglu, plain_swiglu, [gate, up], dtype, layout=lambda x: x.transpose(0, 1))
+@pytest.mark.parametrize(
+    "inputs, layout",
+    [
+        ([numbers(5, 1, 96, scale=3.0)], None), ([numbers(2, 3, 5000, scale=3.0)], None), ([numbers(0, 1, 32)], None),
+        ([numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)], None),
+        ([numbers(2, 3, 37, scale=3.0), numbers(2, 3, 37, seed=1)], apart),
+    ],
+    ids=["one tensor", "wide", "none", "two tensors", "two that lie apart"],
+)  # fmt: skip
+def test_swiglu(inputs, layout, dtype):
+    compare(layers.swiglu, plain_swiglu, inputs, dtype, layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_with_the_routers_weights(dtype):
     """They are fp32 whatever x is, and their gradient too."""
-    weights = numbers(6, 1, seed=2).abs().float()
-
-    def kernel(x, weights):
-        return layers.swiglu(x, weights=weights)
-
-    def plain(x, weights):
-        return plain_swiglu(x, weights=weights)
-
-    compare(kernel, plain, [numbers(6, 3000, scale=2.0), weights], dtype)
+    inputs = [numbers(6, 3000, scale=2.0), numbers(6, 1, seed=2).abs().float()]
+    compare(lambda x, w: layers.swiglu(x, weights=w), lambda x, w: plain_swiglu(x, weights=w), inputs, dtype)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

@@ -28,21 +28,14 @@ def test_fields_that_go_together():
     for given in (TENSORWISE, MXFP8, TENSORWISE | {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2}):
         check(given)
         fp8.check_fields(given)
-    says(
-        "fp8_recipe: value null is no recipe .* offered with; give one of tensorwise, blockwise, mxfp8",
-        fp8.check_fields, {"fp8": "hybrid"},
-    )  # fmt: skip
-    says(
-        'fp8_recipe: value "delayed" is no recipe .*, as its scales .*',
-        fp8.check_fields,
-        {"fp8": "e4m3", "fp8_recipe": "delayed"},
-    )
-    says("fp8_recipe: value .* is read with engine.megatron.fp8 alone; .*", fp8.check_fields, {"fp8_recipe": "mxfp8"})
-    says(
-        "fp8_param: value true is for what mrl does not have: parameters stay bfloat16 .*",
-        check,
-        TENSORWISE | {"fp8_param": True},
-    )
+    for given, message in (
+        ({"fp8": "hybrid"}, "value null is no recipe .* offered with; give one of tensorwise, blockwise, mxfp8"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, 'value "delayed" is no recipe .*, as its scales .*'),
+        ({"fp8_recipe": "mxfp8"}, "value .* is read with engine.megatron.fp8 alone; .*"),
+    ):
+        says(f"fp8_recipe: {message}", fp8.check_fields, given)
+    unread = "fp8_param: value true is for what mrl does not have: parameters stay bfloat16 .*"
+    says(unread, check, TENSORWISE | {"fp8_param": True})
     assert [fp8.multiple_of(given) for given in ({}, {"fp8": None}, TENSORWISE, MXFP8)] == [1, 1, 16, 32]
 
 

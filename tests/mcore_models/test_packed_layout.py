@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import types
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ from mrl.parallel import ParallelDims
 
 cpu_stand_in.prepare()
 
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from mrl.engine.megatron.inputs import prepare  # noqa: E402
-from mrl.mcore_models.config import Config  # noqa: E402
-from mrl.mcore_models.layers import Rotary, inverse_frequencies  # noqa: E402
 
 LENGTHS = ((), (1,), (7, 1, 30), (4, 4))
 LAYOUTS = ({}, {"tp": 2}, {"cp": 2}, {"cp": 3}, {"tp": 4, "cp": 2}, {"tp": 3})
@@ -57,25 +53,3 @@ def test_all_tokens_belong_to_a_sequence(lengths, layout, packed):
         assert len(inputs.places) == sum(lengths)
         within = inputs.places - starts[ends - 1]
         assert within.tolist() == [i for n in lengths for i in range(n)]
-
-
-@pytest.mark.parametrize("lengths", [(40, 24), (12, 30, 8)])
-@pytest.mark.parametrize("layout", [{}, {"cp": 2}])
-def test_tokens_turn_by_their_own_positions(lengths, layout):
-    """As under the local spec, and without a look at sequences' lengths, which would wait for a GPU in every layer.
-
-    40 and 24: the longest, rounded up, is the number of places, and megatron's function would let the angles of the second
-    sequence go on from the first. A tensor on "meta" has no values to be read.
-    """
-    dims, ranks = made(lengths, layout)
-    config = Config(num_layers=1, hidden_size=32, num_attention_heads=2)
-    for rank, inputs in enumerate(ranks):
-        group = types.SimpleNamespace(size=lambda: dims.cp, rank=lambda rank=rank: rank)
-        rotary = Rotary(inverse_frequencies(16, 10_000.0, None), group, 1.0, config)
-        rotary.positions = inputs.layout.positions
-        angles = rotary(inputs.layout.max_seqlen_q, packed_seq=True, cp_group=None)
-        query = torch.randn(inputs.tokens.numel(), 2, 16)
-        starts = inputs.layout.cu_seqlens_q.to("meta")
-        turned = apply_rotary_pos_emb(query, angles, config=config, cu_seqlens=starts, cp_group=group)
-        wanted = apply_rotary_pos_emb(query[:, None], angles, config=config, cp_group=group)
-        assert torch.equal(turned, wanted.squeeze(1))

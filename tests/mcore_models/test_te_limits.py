@@ -14,6 +14,8 @@ from mrl.parallel import ParallelDims
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}
 WINDOWS = DENSE | {"window_size": (4095, 0), "window_attn_skip_freq": [1, 0]}
 SINKS = DENSE | {"softmax_type": "learnable"}
+ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}
+LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 128, "v_head_dim": 128}
 H100 = Gpu((9, 0), NOT_INSTALLED, (9, 25, 1), Version("2.20.2"))
 A100 = dataclasses.replace(H100, capability=(8, 0))
 FLASH = dataclasses.replace(A100, flash_attn=Version("2.8.3"))
@@ -30,23 +32,33 @@ def layout(**degrees):
         (DENSE, {"cp": 2}, H100, None),
         (DENSE, {}, A100, None),
         (DENSE, {"cp": 2}, A100, "without flash-attn 2"),
-        (DENSE, {"cp": 2}, dataclasses.replace(A100, flash_attn=Version("2.8.3")), None),
+        (DENSE, {"cp": 2}, FLASH, None),
         (DENSE, {"cp": 2}, Gpu(), None),  # of a machine without a GPU: some generation serves it
         (WINDOWS, {"cp": 2}, H100, None),
         (WINDOWS, {"tp": 8, "cp": 2}, H100, None),  # one key-value head: all_gather
         (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.16")), "2.18 does"),
-        (
-            WINDOWS,
-            {"tp": 8, "cp": 2},
-            dataclasses.replace(A100, flash_attn=Version("2.8.3")),
-            "windows under cp 2 on GPUs",
-        ),
+        (WINDOWS, {"tp": 8, "cp": 2}, FLASH, "windows under cp 2 on GPUs"),
         (SINKS, {"cp": 2}, H100, None),
         (SINKS, {"cp": 2}, A100, "on GPUs of compute capability 8.0"),
         (SINKS, {"tp": 8, "cp": 2}, Gpu(), "there are 1 key-value heads"),
         (SINKS, {"cp": 3}, Gpu(), "only where cp divides the heads"),
+        (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # of odd numbers a2a has no kernel
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.9")), "2.10 does"),
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.10")), None),
+        (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.11")), "2.12 does"),
+        (SINKS, {"cp": 2}, dataclasses.replace(H100, cudnn=(9, 17, 0)), "with sinks under cp 2 on GPUs"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.2"), (9, 6, 0)), "without flash-attn from 2.7.3"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.3"), (9, 6, 0)), None),
+        (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn 2"),
+        (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "attention under cp 2"),
+        (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "with heads of 320"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), Version("2.8.3")), "with heads of 256"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 0), Version("2.8.3")), None),
+        (LATENT, {"cp": 2}, H100, "with heads of 256 and 128"),  # the fault of cuDNN 9.11
+        (LATENT | {"qk_pos_emb_head_dim": 64}, {"cp": 2}, H100, None),
+        (DENSE | {"num_query_groups": 2}, {"tp": 8}, H100, None),
     ],
-)
+)  # fmt: skip
 def test_reasons(fields, degrees, gpu, reason):
     found = te_refusal(fields, layout(**degrees), gpu)
     assert found is None if reason is None else reason in found
@@ -64,7 +76,7 @@ def test_the_unfused_attention_is_said():
     one = layout()
     assert te_warning(DENSE, one, H100) is None and te_warning(DENSE, one, Gpu()) is None
     assert te_warning(DENSE, one, A100).endswith("; it does not under flash-attn 2")
-    assert te_warning(DENSE, one, dataclasses.replace(A100, flash_attn=Version("2.8.3"))) is None
+    assert te_warning(DENSE, one, FLASH) is None
     assert te_warning(SINKS, one, A100).endswith("the square of a row")
 
 
@@ -130,34 +142,6 @@ def test_which_flash_attn_a_transformer_engine_takes(engine, taken, left_out):
         why = te_refusal(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version)))
         bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=False)
         assert why.endswith(f"without flash-attn {bounds}; here is {version}"), why
-
-
-ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}
-LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 128, "v_head_dim": 128}
-
-
-@pytest.mark.parametrize(
-    "fields, degrees, gpu, reason",
-    [
-        (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # of odd numbers a2a has no kernel
-        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.9")), "2.10 does"),
-        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.10")), None),
-        (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.11")), "2.12 does"),
-        (SINKS, {"cp": 2}, dataclasses.replace(H100, cudnn=(9, 17, 0)), "with sinks under cp 2 on GPUs"),
-        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.2"), (9, 6, 0)), "without flash-attn from 2.7.3"),
-        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.3"), (9, 6, 0)), None),
-        (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn 2"),
-        (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "attention under cp 2"),
-        (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "with heads of 320"),
-        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), Version("2.8.3")), "with heads of 256"),
-        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 0), Version("2.8.3")), None),
-        (LATENT, {"cp": 2}, H100, "with heads of 256 and 128"),  # the fault of cuDNN 9.11
-        (LATENT | {"qk_pos_emb_head_dim": 64}, {"cp": 2}, H100, None),
-        (DENSE | {"num_query_groups": 2}, {"tp": 8}, H100, None),
-    ],
-)  # fmt: skip
-def test_bounds_of_versions_and_sizes(fields, degrees, gpu, reason):
-    test_reasons(fields, degrees, gpu, reason)
 
 
 def test_a_gpu_and_its_software_are_read(monkeypatch):

@@ -7,13 +7,12 @@ import re
 import types
 
 import pytest
-import torch
 
 from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, MTPConfig, TrainedModelConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
-from mrl.mcore_models import megatron_needs, userbuffers
+from mrl.mcore_models import userbuffers
 from mrl.mcore_models.megatron_fields import check
 from mrl.mcore_models.userbuffers import WITH_OVERLAP, BufferShape
 from mrl.parallel import ParallelDims
@@ -42,12 +41,12 @@ def test_fields_that_go_together():
     for given in ({"tp_comm_overlap": False}, {}):
         says("true is read with engine.megatron.tp_comm_overlap alone; set that to true, or leave this out",
              userbuffers.check_fields, given | {"tp_comm_bulk_dgrad": True}, at="engine.megatron.tp_comm_bulk_dgrad")  # fmt: skip
-    says("true has buffers of bfloat16 here, and engine.megatron.fp8 is set; leave out one of them",
-         userbuffers.check_fields, ON | {"fp8": "hybrid", "fp8_recipe": "tensorwise"})  # fmt: skip
-    says("true pads with tokens that take places of experts, which engine.megatron.moe_expert_capacity_factor makes few; leave out one of them",
-         userbuffers.check_fields, ON | {"moe_expert_capacity_factor": 1.0})  # fmt: skip
-    says("true needs one queue to the GPU, and engine.megatron.moe_shared_expert_overlap several; leave out one of them",
-         userbuffers.check_fields, ON | {"moe_shared_expert_overlap": True})  # fmt: skip
+    for given, why in (
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "has buffers of bfloat16 here, and engine.megatron.fp8 is set"),
+        ({"moe_expert_capacity_factor": 1.0}, "pads with tokens that take places of experts, which .* makes few"),
+        ({"moe_shared_expert_overlap": True}, "needs one queue to the GPU, and .* several"),
+    ):
+        says(f"true {why}; leave out one of them", userbuffers.check_fields, ON | given)
     says("true is for what mrl does not have: transformer-engine no longer reads it, .*; leave it out",
          check, ON | {"tp_comm_split_ag": True}, at="engine.megatron.tp_comm_split_ag")  # fmt: skip
 
@@ -133,12 +132,7 @@ def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
     )
 
 
-def test_layers_and_dtypes_that_have_it():
-    """As those of FP8 (test_fp8.py)."""
-    megatron_needs.check_spec(ON, "te", "as configured", torch.bfloat16)
-    megatron_needs.check_spec({}, "local", "as configured", torch.float32)
-    says("true needs the layers of transformer-engine, and engine.layer_spec is local .torch sees no GPU.; set .*",
-         megatron_needs.check_spec, ON, "local", "torch sees no GPU", torch.bfloat16)  # fmt: skip
+def test_megatron_must_not_switch_it_off():
     userbuffers.check_built(types.SimpleNamespace(tp_comm_overlap=True))
     says("true was switched off by megatron-core .*; leave it out",
          userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip

@@ -9,17 +9,12 @@ from mrl.ops import causal, flash
 from mrl.ops.causal import causal_attention
 from mrl.ops.kv_cache import CachedStep, KVCache
 from mrl.ops.masked import ScoreRule, causal_mask, explicit_attention
+from tests.ops.test_flash import OnGpu
 
 H, G, D = 4, 2, 8
 LONG = 2 * flash.BLOCK + 5
 OPTIONS = [{}, {"window": 3}, {"window": 700}, {"sinks": True}, {"sinks": True, "window": 5}, {"softcap": 5.0},
            {"softcap": 5.0, "window": 5, "sinks": True}]  # fmt: skip
-
-
-class OnGpu(torch.Tensor):
-    """Says that it is on a GPU; its values are on the CPU, and so is what is computed of it."""
-
-    is_cpu, is_cuda = False, True
 
 
 def given(queries, keys, dtype=torch.float64, sinks=False, **options):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     causal_conv1d_fn,
     torch_chunk_gated_delta_rule,
@@ -13,6 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from mrl.ops.delta_rule import CHUNK, CausalConvolution, Chunks, chunked_rule, one_token_rule, unit
+from tests.operators import Operators
 
 CPU = torch.device("cpu")
 HEADS, SHARING, KEY, VALUE = 2, 2, 8, 12
@@ -168,23 +168,13 @@ def test_in_bfloat16_the_convolution_rounds_once():
     assert torch.equal(CausalConvolution.apply(rows, weight, positions), exact.bfloat16())
 
 
-class Operations(TorchDispatchMode):
-    """Counts those that a GPU's host would start, views too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operations(lengths: list[int]) -> int:
-    """Those of a forward and a backward pass."""
+    """Those of a forward and a backward pass that a GPU's host would start, views too."""
     query, key, *rest = (x.requires_grad_() for x in inputs(sum(lengths)))
     query, key, chunks = unit(query), unit(key), Chunks.of(lengths, CPU)
-    with Operations() as found:
+    with Operators() as found:
         chunked_rule(query, key, *rest, chunks)[0].sum().backward()
-    return found.count
+    return len(found.calls)
 
 
 def test_operations_grow_with_the_longest_document_alone():

@@ -13,11 +13,11 @@ from mrl.ops import flash, packed
 from mrl.ops.causal import causal_attention
 from mrl.ops.masked import ScoreRule
 from mrl.ops.packed import Documents, has_packed_kernel, packed_attention, runs_of
-from tests.ops.test_flash import FlashAttention
+from tests.ops.test_flash import FlashAttention, OnGpu
 
 LENGTHS = (3, 3, 5, 1, 2 * flash.BLOCK + 5, 7)
 CPU = torch.device("cpu")
-WINDOWS = (None, 1, 4, flash.BLOCK + 2)
+WINDOWS = ((None, False), (None, True), (4, True), (flash.BLOCK + 2, False))
 
 
 def tensors(dtype, sinks, *, lengths=LENGTHS, size=8):
@@ -39,8 +39,7 @@ def one_after_another(query, key, value, rule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window, sinks", WINDOWS)
 def test_a_cpu_has_the_bits_of_each_length_apart(dtype, sinks, window):
     query, key, value, of_sinks = tensors(dtype, sinks)
     documents, rule = Documents.of(LENGTHS, CPU), ScoreRule(0.3, window, of_sinks)
@@ -101,8 +100,7 @@ class PackedFlashAttention:
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1)], ids=["ragged", "single tokens"])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window, sinks", WINDOWS)
 def test_a_gpus_kernel_is_called_for_the_same_attention(monkeypatch, lengths, sinks, window):
     kernel = PackedFlashAttention(lengths)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel.forward)
@@ -133,10 +131,6 @@ def test_torchs_own_operators_take_the_calls(sinks, window):
         declared = packed._outputs(query), packed._gradients(out, query, key, value, out, sums, *rule)
     for ours, said in zip((out, sums, *found), (*declared[0], *declared[1]), strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (said.shape, said.dtype, said.stride())
-
-
-class OnGpu(torch.Tensor):
-    is_cpu, is_cuda = False, True
 
 
 @pytest.mark.parametrize(
