@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 from mrl import cli
 from mrl.engine.collective import all_ranks
 from mrl.engine.kept import KeptSequences
+from mrl.inference import chat
 from mrl.launch import inference
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
@@ -104,6 +106,21 @@ def conversation(model: str, turns: list[str], keys: list[str]) -> list[tuple[in
         done = command(asked, "/", "".join(f"{turn}\n" for turn in turns))
     assert done.code == 0, done.err
     return found
+
+
+def interrupted(model: str, after: int) -> Done:
+    """`mrl generate --chat` with two turns, where Ctrl-C comes after so many pieces of the first answer."""
+    pieces, write = [], chat.write
+
+    def counted(text: str) -> None:
+        write(text)
+        pieces.append(text)
+        if len(pieces) == after:
+            signal.raise_signal(signal.SIGINT)
+
+    with mock.patch.object(chat, "write", counted):
+        asked = ["generate", model, "--chat", "--greedy", "--system", "Be brief.", "--max-new-tokens", "24"]
+        return command(asked, "/", "hello\nhello\n")
 
 
 def with_stand_in_vllm(cwd: str) -> dict[str, Any]:
