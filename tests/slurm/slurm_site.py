@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
+from unittest import mock
 
+from click import Command
 from click.testing import CliRunner, Result
 
 from mrl import cli
@@ -51,8 +54,15 @@ exec(os.environ["FAKE_RUN"])
 """What takes the interpreter's place: FAKE_RUN is the Python that a "training" is."""
 
 
+@functools.cache
+def made() -> dict[str, Command]:
+    """The command itself. Its options take most of a call's time to be made."""
+    return {"slurm": cli.main.commands["slurm"]}
+
+
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.main, ["slurm", *map(str, args)])
+    with mock.patch.object(cli.main, "commands", made()):
+        return CliRunner().invoke(cli.main, ["slurm", *map(str, args)])
 
 
 class Site:

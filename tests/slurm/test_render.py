@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -15,6 +17,7 @@ import pytest
 
 from mrl import __version__
 from mrl.commands.ppo import COMMAND as PPO_COMMAND
+from mrl.commands.slurm import COMMAND as SLURM_COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
@@ -79,16 +82,18 @@ def inner_scripts(script: str) -> list[str]:
     return [text for _, text in found]
 
 
-@pytest.mark.parametrize("name", jobs())
-def test_bash_and_shellcheck_find_nothing(name, tmp_path):
-    for number, text in enumerate([rendered(name), *inner_scripts(rendered(name))]):
-        path = tmp_path / f"{number}.sh"
-        path.write_text(text)
-        subprocess.run(["bash", "-n", path], check=True)
-        if shutil.which("shellcheck") is None:
-            pytest.skip("no shellcheck here: apt-get install -y --no-install-recommends shellcheck")
-        done = subprocess.run(["shellcheck", "--severity=style", path], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+def test_bash_and_shellcheck_find_nothing(tmp_path):
+    """Of each script, and of those that it writes."""
+    scripts = [rendered(name) for name in jobs()]
+    paths = []
+    for number, text in enumerate({*scripts, *itertools.chain.from_iterable(map(inner_scripts, scripts))}):
+        paths.append(tmp_path / f"{number}.sh")
+        paths[-1].write_text(text)
+        subprocess.run(["bash", "-n", paths[-1]], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: apt-get install -y --no-install-recommends shellcheck")
+    done = subprocess.run(["shellcheck", "--severity=style", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", ["bare", "bare_srun_array", "bare_c10d", "container", "apptainer"])
@@ -129,6 +134,17 @@ def test_what_an_earlier_start_has_left_goes(tmp_path):
     done = subprocess.run(["bash", "-c", step], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{tmp_path}/mrl-7.2.")
     assert {path.name for path in tmp_path.iterdir()} == {"python", "mrl-7.2.ccc", "mrl-77.0.ddd"}
+
+
+def test_the_last_words_of_a_server_name_the_cause(tmp_path):
+    """Its last line does not: it says that the cause is above. tests/rollout/test_vllm_start.py has a real server."""
+    cause = "(EngineCore pid=7) ERROR safetensors_rust.SafetensorError: Error while deserializing header"
+    noise = ["INFO begins", "WARNING error: x", cause, "", "RuntimeError: Engine core initialization failed. See above", "srun: error: n2"]  # fmt: skip
+    function = re.search(r"^last_words\(\) \{\n.*?^\}\n", rendered("hetero"), re.DOTALL | re.MULTILINE)[0]
+    for lines, said in ((noise, f": {cause}\n"), (noise[:1], ": INFO begins\n"), ([], "")):
+        (tmp_path / "servers.log").write_text("".join(f"{line}\n" for line in lines))
+        bash = ["bash", "-c", f'attempt_dir="$1"; {function} last_words', "bash", str(tmp_path)]
+        assert subprocess.run(bash, capture_output=True, text=True).stdout == said
 
 
 def test_slurm_reads_what_the_directives_say(running_cluster, tmp_path):
@@ -176,6 +192,19 @@ def test_an_image_that_a_template_asks_for_in_an_if_may_be_left_out(tmp_path):
     )
     reads = reads_of(dataclasses.replace(SITE, template=str(own)))
     assert (reads.names, reads.needs) == ({"image", "mounts"}, {"mounts"})
+
+
+def test_examples_of_the_help_are_command_lines():
+    """test_script.py runs such lines on a Slurm."""
+    commands = slurm_site.made()["slurm"].commands
+    texts = [SLURM_COMMAND.examples, *(of.examples for of in SLURM_COMMAND.commands.values())]
+    lines = [line.strip().partition(" > ")[0] for text in texts for line in text.strip().splitlines()]
+    names = []
+    for program, group, name, *words in map(shlex.split, lines):
+        assert (program, group) == ("mrl", "slurm")
+        commands[name].make_context(name, words)
+        names.append(name)
+    assert set(names) == set(commands)
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch):
