@@ -1,8 +1,6 @@
 """A server of vLLM's API around a transformers model: it samples from the weights that it was given last.
 
-    python -m tests.rollout.policy_server MODEL PORT [SECONDS]
-
-Each completion is computed alone, with a generator of its own seed, so it is the same in any order. SECONDS: it waits so
+Each completion is computed alone, with a generator of its own seed, so it is the same in any order. seconds: it waits so
 long before each answer; a negative number is the most of a random wait.
 """
 
@@ -17,7 +15,6 @@ import os
 import pathlib
 import random
 import socket
-import sys
 import threading
 import time
 import urllib.request
@@ -172,7 +169,3 @@ class Running:
     def close(self) -> None:
         self.process.kill()
         self.process.join()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

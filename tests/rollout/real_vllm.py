@@ -288,16 +288,9 @@ def engine_everywhere(engine, seen: list[list[Completion]]) -> list[list[Complet
     return seen
 
 
-def hf_stream(
-    folder: str, *, break_file_in: pathlib.Path | None = None, wrong_shape: str = ""
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model folder. break_file_in: before the last one, cuts a file below that folder short, as a disk may.
-    wrong_shape: a tensor that comes smaller than it is."""
+def hf_stream(folder: str, *, wrong_shape: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model folder. wrong_shape: a tensor that comes smaller than it is."""
     with SafetensorsReader(folder) as reader:
-        names = sorted(reader.tensors)
-        for name in names:
-            if break_file_in is not None and name == names[-1]:
-                file = sorted(break_file_in.rglob("*.safetensors"))[-1]
-                os.truncate(file, file.stat().st_size // 2)
+        for name in sorted(reader.tensors):
             tensor = reader(name)[()]
             yield name, tensor[:3] if name == wrong_shape else tensor

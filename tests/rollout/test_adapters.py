@@ -12,7 +12,6 @@ import pathlib
 import types
 import urllib.request
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from mrl import metrics
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import LoraConfig
-from mrl.engine.lora.folder import adapters, read_adapter, write_adapter_files
+from mrl.engine.lora.folder import adapters, read_adapter
 from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.sampling import GREEDY, SamplingParams
 from mrl.errors import ConfigError, ServerError
@@ -122,31 +121,6 @@ def test_a_server_that_lost_the_adapters_is_an_error_and_gets_them_again(model, 
         killed.sample(requests(GREEDY))
     sampler.close()
     assert listed(vllm) == [] and not list(folder.iterdir())
-
-
-@pytest.mark.slow
-def test_mrl_ppo_trains_with_adapters_alone(model, vllm, tmp_path):
-    """Two steps of GRPO and evaluations: what was sampled has the actor's log-probs, and adapters were all that went."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"w{5 + i} w{9 + i}"}) + "\n" for i in range(4)))
-    config = config_of(
-        tmp_path, tmp_path / "run", "fsdp", urls=[vllm.url], lora="adapter", weights_dir=str(tmp_path / "w")
-    )
-    config["actor"]["model"] |= {"path": model, "lora": {"rank": 4}}
-    config["rollout"]["temperature"] = 1.0
-    written: list[set[str]] = []
-
-    def noted(*args, **kwargs) -> None:
-        write_adapter_files(*args, **kwargs)
-        written.append({file.name for file in pathlib.Path(args[0]).iterdir()})
-
-    with mock.patch("mrl.rollout.adapters.write_adapter_files", noted):
-        ppo.run(from_dict(config, PPOConfig), "mrl ppo")
-    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
-    gaps = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
-    assert len(gaps) == 2 and max(gaps) < 1e-5, gaps
-    files = {"adapter_config.json", "adapter_model.safetensors"}
-    assert written == [files] * (7 + 3), "each kind of module at the start, and the weights after 0, 1 and 2 steps"
-    assert listed(vllm) == []
 
 
 @pytest.mark.slow

@@ -95,16 +95,16 @@ def test_a_wrong_reset(path, given, message):
     assert message in answer(path, {"reset": given})
 
 
-def test_what_the_template_refuses_is_told_with_the_row(path, tmp_path):
-    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}</s>{% endfor %}"
+NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"), [(NO_TOOLS, "the chat template cannot render"), (None, "the tokenizer has no chat template")]
+)
+def test_what_the_template_refuses_is_told_with_the_row(path, template, says):
     given = {"answer": [{"role": "tool", "content": "x"}, 1, False]}
-    wrong = "row train.jsonl:2: step gave an observation that cannot be used: the chat template cannot render"
+    wrong = f"row train.jsonl:2: step gave an observation that cannot be used: {says}"
     assert wrong in answer(path, given, template=template)
-
-
-def test_messages_without_a_chat_template(path):
-    given = {"answer": [{"role": "tool", "content": "x"}, 1, False]}
-    assert "cannot be used: the tokenizer has no chat template" in answer(path, given, template=None)
 
 
 @pytest.mark.parametrize("name", ["Answers", "Hangs"])

@@ -8,8 +8,6 @@ of the model (/weight_checker), and log-probs with those of the same weights fro
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 import urllib.request
 from typing import Any
@@ -19,12 +17,10 @@ import pytest
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
-from mrl.rollout.server import INCOMPLETE
 from mrl.weights.safetensors_io import SafetensorsReader
 from tests.rollout.digest import digest
 from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
-from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +37,6 @@ def post(server: RealServer, path: str, body: Any) -> Any:
 def paused(server: RealServer) -> bool:
     with urllib.request.urlopen(f"{server.url}/is_paused", timeout=60) as answer:
         return json.load(answer)["is_paused"]
-
-
-def version(server: RealServer) -> str:
-    with urllib.request.urlopen(f"{server.url}/weight_info", timeout=60) as answer:
-        return json.load(answer)["weight_version"]
 
 
 def checksums(server: RealServer) -> dict[str, str]:
@@ -92,10 +83,9 @@ def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_p
     assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
 
 
-@pytest.mark.parametrize("way", nightly_but(["broadcast"], ["broadcast", "ipc"]))
-def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path, way):
+def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path):
     """A tensor of a wrong shape in the middle, of which a part of a layer is loaded already; then tensors that lack."""
-    sampler = linked(servers, tmp_path, way, 50_000)
+    sampler = linked(servers, tmp_path, "broadcast", 50_000)
     for stream, said in (
         (hf_stream(folders[1], wrong_shape=WRONG), r"/\w+_weights? says HTTP 500"),
         ((pair for pair in hf_stream(folders[1]) if pair[0] != WRONG), f"no weights have come for 1 .*{WRONG}"),
@@ -107,7 +97,7 @@ def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(server
         assert time.monotonic() - start < 30 and "\n" not in str(caught.value)
         assert "no server samples: their weights are partly new" in str(caught.value)
         assert all(paused(server) for server in servers)
-    again = linked(servers, tmp_path, way, 50_000)  # as of the next start of the command
+    again = linked(servers, tmp_path, "broadcast", 50_000)  # as of the next start of the command
     again.update_weights(hf_stream(folders[1]))
     for found in again.log_probs(TEXT):
         close(found, log_probs(folders[1], TEXT))
@@ -115,11 +105,10 @@ def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(server
     sampler.close()
 
 
-@pytest.mark.parametrize("way", nightly_but(["broadcast"], ["broadcast", "ipc"]))
-def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, folders, tmp_path, way):
+def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, folders, tmp_path):
     """It is gone after `begin`, and after a bucket of which the servers have a layer's part."""
     for sent in (0, 1):
-        killed = linked(servers, tmp_path, way)
+        killed = linked(servers, tmp_path, "broadcast")
         handover = killed.fleet.handover
         link = handover._joined()
         for server in killed.fleet._servers:
@@ -129,7 +118,7 @@ def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, f
             handover._send_one(bucket, link)
         link.close()  # as its end closes what it had open
         del link, handover, killed
-        sampler = linked(servers, tmp_path, way)
+        sampler = linked(servers, tmp_path, "broadcast")
         with logs_of(servers):
             sampler.update_weights(hf_stream(folders[sent]))
         for found in sampler.log_probs(TEXT):
@@ -162,49 +151,3 @@ def test_the_head_of_a_tied_model_comes_with_its_embedding(tied, tmp_path):
             sampler.update_weights(hf_stream(folder))
             close(sampler.log_probs(TEXT)[0], log_probs(folder, TEXT))
         sampler.close()
-
-
-@pytest.mark.nightly
-def test_one_of_two_servers_dies_in_the_middle_of_a_bucket(servers, folders, by_disk, tmp_path):
-    """The third, of which it has what its socket holds, and the other one all. Nothing is kept to go back to: the survivor
-    stays paused, and joins another server at the next start of the command."""
-    survivor = servers[0]
-    victim = RealServer(folders[0], tmp_path / "log", *LINKED)
-    try:
-        victim.wait()
-        sampler = linked([survivor, victim], tmp_path, "broadcast", 200_000)
-        sampler.update_weights(hf_stream(folders[0]))
-        assert sampler.log_probs(TEXT)[0] == by_disk[0][1][0]
-        link, receiver, sent = sampler.fleet.handover._link, sampler.fleet._servers[0], []
-        send, receive = link.send, receiver.receive
-
-        def send_to_one_that_stands_still(bucket, failed):
-            sent.append(bucket.names)
-            if len(sent) == 3:
-                os.killpg(victim.process.pid, signal.SIGSTOP)
-            send(bucket, failed)
-
-        def receive_before_the_other_dies(bucket):
-            receive(bucket)
-            if len(sent) == 3:
-                victim.kill()
-
-        link.send, receiver.receive = send_to_one_that_stands_still, receive_before_the_other_dies
-        total = len(list(hf_stream(folders[1])))
-        for said in (r"/update_weights cannot be reached .*no server samples", r"/\w+ cannot be reached"):
-            start, read = time.monotonic(), []
-            with logs_of([survivor]), pytest.raises(ServerError, match=said) as caught:
-                sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in hf_stream(folders[1]))
-            assert victim.url in str(caught.value) and "\n" not in str(caught.value)
-            assert time.monotonic() - start < 30 and len(read) == total
-            assert paused(survivor) and version(survivor) == INCOMPLETE
-        assert len(sent) == 3 and sum(map(len, sent)) < total
-        sampler.close()
-    finally:
-        victim.kill()
-    sampler = linked(servers, tmp_path, "broadcast", 200_000)
-    for folder in (1, 0):
-        sampler.update_weights(hf_stream(folders[folder]))
-        assert [checksums(server) for server in servers] == by_disk[folder][0]
-        assert sampler.log_probs(TEXT) == by_disk[folder][1]
-    sampler.close()

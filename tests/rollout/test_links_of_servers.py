@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mrl.engine import links
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout import handover as handovers
+from mrl.rollout import server as servers
 from tests.rollout.real_vllm import sampler_of
 from tests.rollout.replay import Replay, changed, says
 from tests.rollout.test_links import CPU, WEIGHTS, own_memory
@@ -204,7 +205,8 @@ def test_a_server_that_does_not_receive_holds_nobody_up(two, tmp_path):
 def test_a_broadcast_that_does_not_begin_holds_nobody_up(two, tmp_path, monkeypatch):
     """As NCCL's first, on the host, where a server takes no part."""
     stuck = threading.Event()
-    monkeypatch.setattr(handovers, "LAST_WORDS_S", 0.5)
+    for module in (handovers, servers):
+        monkeypatch.setattr(module, "LAST_WORDS_S", 0.5)
     monkeypatch.setattr(links.BroadcastLink, "_broadcast", lambda link, data: stuck.wait(60))
     processes = [Process(two[0], receives=True), Process(two[1], receives=False)]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="broadcast")

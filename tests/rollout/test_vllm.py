@@ -3,17 +3,13 @@
 vLLM lives in a venv of its own, .venv-vllm, which `make vllm-venv` makes; MRL_TEST_VLLM_VENV names another one. Without it
 these tests fail. How requests are shared, repeated and given up is in test_servers.py, on recorded traffic.
 
-Trap 31 (weights that are partly new): `test_a_request_in_flight_keeps_its_weights`, `test_broken_weights_leave_the_old_ones`,
+Trap 31 (weights that are partly new): `test_a_request_in_flight_keeps_its_weights`,
 `test_weights_of_a_wrong_shape_are_undone`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import json
-import os
-import signal
-import urllib.request
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.roles.teacher_server import TeacherServer
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.server import Server
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import FIRST_REQUEST_S, hf_stream, logs_of, requests, sampler_of
@@ -135,50 +130,6 @@ def test_a_request_in_flight_keeps_its_weights(servers, sampler, folders):
     completion = sampler.sample([asked])[0]
     close(completion.log_probs, log_probs(folders[1], [*asked.tokens, *completion.tokens])[2:])
     close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
-
-
-def test_broken_weights_leave_the_old_ones(servers, sampler, folders, tmp_path):
-    """A file that is cut short fails in the middle of a load: the server has the old weights again and goes on."""
-    root = tmp_path / "weights"
-    with pytest.raises(ServerError, match="no server samples from the new weights") as caught:
-        sampler.update_weights(hf_stream(folders[1], break_file_in=root))
-    assert servers[0].url in str(caught.value) and "\n" not in str(caught.value)
-    assert "must be started again" not in str(caught.value)
-    close(sampler.log_probs(TEXT)[0], log_probs(folders[0], TEXT))
-    completion = sampler.sample(requests(SamplingParams(), prompts=1, samples=1))[0]
-    close(completion.log_probs, log_probs(folders[0], [5, *completion.tokens]))
-    assert len(list(root.iterdir())) == 1
-    sampler.update_weights(hf_stream(folders[1]))
-    close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
-    assert len(list(root.iterdir())) == 1
-    sampler.close()
-    assert not list(root.iterdir())
-
-
-def test_a_server_that_hangs_does_not_hold_up_a_start(servers, tmp_path, monkeypatch):
-    os.killpg(servers[0].process.pid, signal.SIGSTOP)
-    try:
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ServerError, match=r"/v1/models gave no answer in 1 s; see its log$"),
-        ):
-            patch.setattr(Server, "start_s", 1.0)
-            sampler_of([servers[0].url], str(tmp_path / "weights"))
-    finally:
-        os.killpg(servers[0].process.pid, signal.SIGCONT)
-    lines: list[str] = []
-    sampler_of([servers[0].url], str(tmp_path / "weights"), say=lines.append).close()
-    assert lines == [], "it has a version that is tested"
-
-
-def test_a_server_that_was_started_again_is_an_error(servers, sampler, folders):
-    body = json.dumps({"new_version": "default"}).encode()  # what a new one says
-    headers = {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
-    with pytest.raises(ServerError, match="has the weights 'default' and not '00000001-.* started again"):
-        sampler.sample(requests(SamplingParams()))
-    sampler.update_weights(hf_stream(folders[1]))
-    sampler.sample(requests(SamplingParams()))
 
 
 def test_weights_of_a_wrong_shape_are_undone(servers, folders, tmp_path):

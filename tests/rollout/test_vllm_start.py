@@ -71,8 +71,9 @@ def test_the_version_is_that_of_the_metadata(model, tmp_path):
     assert why == 'ConfigError: rollout.backend: value "vllm" is vLLM 0.25.0 here, and mrl needs 0.26 or newer; install 0.32, or set it to native'  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_the_last_words_of_a_server_name_the_cause(model, tmp_path):
-    """Its last line does not: it says that the cause is above."""
+    """As tests/slurm/test_render.py, of a real server."""
     broken, attempt = shutil.copytree(model, tmp_path / "broken"), tmp_path / "attempt"
     attempt.mkdir()
     os.truncate(next(broken.glob("*.safetensors")), 1000)

@@ -46,25 +46,6 @@ def error_of(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def requests_are_shared(tp: int, count: int) -> list[int]:
-    """How many requests each rank's engine was given; all completions are on every rank, in order."""
-    given: list[int] = []
-    with stand_in_vllm.installed() as vllm:
-        sampler = sampler_of(tp)
-        sampler.update_weights(stream(1.5))
-        generate = vllm.made[0].generate
-        vllm.made[0].generate = lambda prompts, *args, **kwargs: (
-            given.append(len(prompts)),
-            generate(prompts, *args, **kwargs),
-        )[1]
-        completions = sampler.sample(requests(count))
-        assert [c.tokens for c in completions] == [[10 + i, 7] for i in range(count)]
-        assert all(c.log_probs == [3.0, 3.0] for c in completions)
-        sampler.close()
-        assert vllm.made[0].ended
-    return list(collective.all_ranks().gather(sum(given)))
-
-
 def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
     """Only `bad_rank` cannot load; the stream is read to its end, so that nothing hangs. Then the next hand-over goes well."""
     with stand_in_vllm.installed() as vllm:
