@@ -66,9 +66,3 @@ def test_log_probs_are_those_of_transformers(server, model):
 def test_an_image_of_another_size_than_expected(server, model):
     with pytest.raises(Exception, match=r"model_input\[1\].expected_tokens: value 3 is not the \d+ that it takes"):
         server.train().forward([asked(model, 3)[0]], "cross_entropy").result()
-
-
-def test_samples_of_prompts_with_images_are_refused(server, model):
-    sampler = server.client().create_sampling_client(base_model=model)
-    with pytest.raises(Exception, match="is no encoded_text"):
-        sampler.sample(asked(model, None)[0].model_input, 1, types.SamplingParams(max_tokens=2)).result()

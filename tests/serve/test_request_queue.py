@@ -109,12 +109,6 @@ def test_a_number_that_never_comes(request_queue, clock):
     assert taken(request_queue) == ("a", ["goes on"])
 
 
-def test_what_was_promised_is_known(request_queue):
-    request_queue.open("a", first=1)
-    future = request_queue.put("a", 1, "x")
-    assert request_queue.future_of("a", 1) is future and request_queue.future_of("a", 2) is None
-
-
 def test_models_and_samples_take_turns(request_queue):
     for name in ("a", "b"):
         request_queue.open(name, first=1)
@@ -370,13 +364,6 @@ def test_no_more_is_forgotten_than_has_to_be(request_queue, clock, monkeypatch, 
     clock.now = 500.0
     request_queue.put("a", 4, "which forgets")
     assert [i for i, future in enumerate(promises) if forgotten(request_queue, future)] == gone
-
-
-def test_what_is_sent_together_again_is_done_once(request_queue):
-    request_queue.open("a", first=1)
-    future = request_queue.put_batched("s", "key", "x")
-    assert request_queue.put_batched("s", "key", "x") is future
-    assert taken(request_queue) == ("s", ["x"]) and taken(request_queue) is None
 
 
 def test_the_next_start_goes_on_at_the_same_numbers(request_queue, clock):

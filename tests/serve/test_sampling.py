@@ -1,6 +1,7 @@
 """What a sampling client asks for, and what it is answered, without a model."""
 
 import asyncio
+import dataclasses
 import json
 import math
 
@@ -215,3 +216,20 @@ def test_what_the_other_door_refuses(sampling, body, says):
     with pytest.raises(UserError, match=says):
         called(auth.completions, **given)
     assert sampling.request_queue.next_work(0) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}{% endfor %}"}}, "chat_template_kwargs.chat_template: is no variable"),
+        ({"chat_template_kwargs": {"return_tensors": "pt"}}, "chat_template_kwargs.return_tensors: is no variable"),
+        ({"stream": True, "logprobs": True}, "stream: value true does not go with logprobs or echo"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: value .*image_url.* is a part that this server does not read"),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_of_a_chat_is_said(sampling, more, says):
+    """Nothing that arrives is run, and nothing of it goes unread."""
+    served = dataclasses.replace(sampling.served, limits=Limits(400, 64))
+    chats = OpenAIHandlers(served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
+    with pytest.raises(UserError, match=says):
+        called(chats.chat_completions, model="base", **{"messages": [{"role": "user", "content": "a"}], **more})
