@@ -151,6 +151,7 @@ def test_a_trainer_that_was_killed_leaves_nothing():
 def test_a_trainer_that_leaves_keeps_no_server_waiting(monkeypatch):
     """Where no connection tells, too, as with NCCL."""
     monkeypatch.setattr(links, "ASKED_S", 0.1)
+    monkeypatch.setattr(link_groups, "CLOSE_S", 0.1)
     link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         joining = pool.submit(links.make_receiver, link.offers()[0], 0)

@@ -118,8 +118,10 @@ def test_others_are_answered_beside_a_long_body(server, name):
     assert max(waits) < 1.0
 
 
-@pytest.mark.parametrize("path", ["/api/v1/asample", "/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("depth", [600, 1200, 200_000, 2_000_000])
+@pytest.mark.parametrize(
+    ("path", "depth"),
+    [("/v1/chat/completions", 600), ("/api/v1/asample", 1200), ("/v1/completions", 200_000), ("/api/v1/asample", 2_000_000)],
+)  # fmt: skip
 def test_what_is_nested_too_deeply_is_the_clients_mistake(server, path, depth, caplog):
     for body in (
         nested(depth), nested(depth, '{"a":', "}"), b'{"model":"m","prompt":' + nested(depth) + b"}",

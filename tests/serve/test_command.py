@@ -28,7 +28,7 @@ from mrl.serve.records import as_tokenizer_name
 from mrl.serve.server import client_address
 from mrl.serve.suspended import layout_of, refuse_other_layout
 from tests.forks import forks
-from tests.serve.serving import Serving, serving
+from tests.serve.serving import Serving, ask, serving
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
 EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
@@ -153,13 +153,18 @@ def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_run_directory(model, tmp_path):
-    """It says what was run, is of one server at a time, and none of what mrl did not write is replaced."""
+    """It says what was run, is of one server at a time, which asks for its key. What mrl did not write stays."""
     with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
         written = (tmp_path / "run" / "config.yaml").read_text()
         assert "tml-" not in written and re.search(r"# command: mrl serve serve.yaml --port 0", written)
         log = tmp_path / "again"
         again = forks().start(tmp_path, log, os.environ, ["serve", "serve.yaml", "--port", "0"])
         assert again.wait(60) == 2 and "is in use by another run" in log.read_text()
+        for status, headers in (
+            (401, {}), (401, {"x-api-key": "tml-another-key-of-16"}), (200, {"x-api-key": "tml-the-key-of-tests"}),
+            (200, {"authorization": "Bearer tml-the-key-of-tests"}),
+        ):  # fmt: skip
+            assert ask(server, "/v1/models", method="GET", **headers)[0] == status
         assert server.end() == 75
         (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
         with pytest.raises(AssertionError, match="holds a config.yaml that mrl did not write"):

@@ -1,11 +1,10 @@
 """Training through the client is the training of `mrl sft` and `mrl ppo`: losses, gradient norms and weights."""
 
+import contextlib
 import json
 import os
 import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ OPTIMIZER = {
 ADAM = types.AdamParams(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0
 )  # fmt: skip
-REPO = pathlib.Path(__file__).parents[2]
 REWARD = "def score(prompt, completion, row):\n    return float(len(completion) % 5)\n"
 
 
@@ -46,11 +44,9 @@ def trained(server, client, full):
 
 @pytest.mark.parametrize(
     ("layout", "full"),
-    nightly_but(
-        [("one", False)], [*((name, False) for name in LAYOUTS), *((n, True) for n in ("one", "pp2", "fsdp2"))]
-    ),
+    nightly_but([("one", False)], [("one", False), ("tp2", False), ("pp2", True), ("fsdp2", True)]),
 )
-def test_fine_tuning(layout, full, model, tmp_path):
+def test_fine_tuning(request, layout, full, model, tmp_path):
     """Both are fp32 and differ in the order of sums alone."""
     rng, rows = random.Random(0), []
     for _ in range(STEPS * BATCH):
@@ -68,7 +64,11 @@ def test_fine_tuning(layout, full, model, tmp_path):
     if not full:
         config["model"]["lora"] = {"rank": RANK}
     metrics = [row for row in run("sft", tmp_path, config, overrides, nproc) if "train/loss" in row]
-    with serving(tmp_path, model, *overrides, nproc=nproc, full=full) as server:
+    with (
+        serving(tmp_path, model, *overrides, nproc=nproc, full=full)
+        if layout != "one"
+        else contextlib.nullcontext(request.getfixturevalue("one"))
+    ) as server:
         client = server.train(rank=RANK, seed=5)
         for step in range(STEPS):
             batch = rows[step * BATCH : (step + 1) * BATCH]
@@ -86,49 +86,6 @@ def test_fine_tuning(layout, full, model, tmp_path):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.nightly
-def test_grpo_on_the_sums_of_the_example(tmp_path):
-    """examples/arithmetic/grpo.yaml, whose samples the client replays with importance_sampling: all weights train, from the
-    half-trained model that the example makes, and each step is that of `mrl ppo`. As there, a ratio is to the log-probs that
-    the policy has before its one step, so that both multiply by 1: sampled ones are 1e-7 off, which AdamW makes more of
-    with each step. That a loop learns is asked of examples/arithmetic/over_http.py."""
-    steps, example = 8, REPO / "examples" / "arithmetic"
-    subprocess.run([sys.executable, example / "make_data.py"], cwd=tmp_path, check=True)
-    config = yaml.safe_load((example / "config.yaml").read_text())
-    early = (
-        "output_dir=sft",
-        "engine.parallel.tp=1",
-        "train.steps=175",
-        "optimizer.decay_steps=450",
-        "train.eval_every=null",
-    )
-    run("sft", tmp_path, config, early)
-    config = yaml.safe_load((example / "grpo.yaml").read_text())
-    config["actor"] = {"model": {"path": "sft/hf", "dtype": "float32"}, "optimizer": {**OPTIMIZER, "lr": 3e-4}}
-    config["data"].pop("eval")
-    config |= {"output_dir": "ppo", "train": {"steps": steps, "global_batch_size": 256}, "checkpoint": {}}
-    metrics = run("ppo", tmp_path, config, ("log.samples.every=1",))
-    metrics = [row for row in metrics if "actor/loss" in row]
-    with serving(tmp_path, str(tmp_path / "sft" / "hf"), full=True) as server:
-        client, adam = server.train(), ADAM.model_copy(update={"learning_rate": 3e-4})
-        for step in range(steps):
-            data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
-            before = client.forward([scored(one) for one in data], "cross_entropy").result().loss_fn_outputs
-            for one, found in zip(data, before, strict=True):
-                one.loss_fn_inputs["logprobs"] = found["logprobs"]
-            passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(adam)
-            found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
-            expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), step
-
-
-def scored(one: types.Datum) -> types.Datum:
-    """The same tokens for a call of cross_entropy, which is asked for their log-probs alone."""
-    targets = one.loss_fn_inputs["target_tokens"]
-    weights = types.TensorData(data=[1.0] * len(targets.data), dtype="float32", shape=targets.shape)
-    return types.Datum(model_input=one.model_input, loss_fn_inputs={"target_tokens": targets, "weights": weights})
-
-
 def of_samples(file: pathlib.Path) -> list[types.Datum]:
     """The samples of a step of `mrl ppo`, with the advantages that they had there."""
     samples = [json.loads(line) for line in file.read_text().splitlines()]
@@ -141,7 +98,7 @@ def of_samples(file: pathlib.Path) -> list[types.Datum]:
     return data
 
 
-def test_samples_of_grpo(model, tmp_path):
+def test_samples_of_grpo(one, model, tmp_path):
     """The samples of `mrl ppo`, replayed by the client with importance_sampling."""
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"What is {i} + 2?"}) + "\n" for i in range(40))
@@ -160,15 +117,14 @@ def test_samples_of_grpo(model, tmp_path):
         "log": {"samples": {"every": 1}},
     }  # fmt: skip
     metrics = [row for row in run("ppo", tmp_path, config) if "actor/loss" in row]
-    with serving(tmp_path, model) as server:
-        client = server.train(rank=RANK, seed=5)
-        for step in range(STEPS):
-            data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
-            passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(ADAM)
-            found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
-            expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
-            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), step
-        actual = trained(server, client, full=False)
+    client = one.train(rank=RANK, seed=5)
+    for step in range(STEPS):
+        data = of_samples(tmp_path / "ppo" / "samples" / f"step_{step + 1:08d}.jsonl")
+        passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(ADAM)
+        found = passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]
+        expected = metrics[step]["actor/loss"], metrics[step]["train/grad_norm"]
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), step
+    actual = trained(one, client, full=False)
     expected = load_file(tmp_path / "ppo" / "hf" / "adapter_model.safetensors")
     for name in expected:
         # AdamW divides a small gradient by itself: where the sampler's log-probs differ by 1e-7 from the trainer's, what

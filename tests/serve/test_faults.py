@@ -14,16 +14,14 @@ import pytest
 from tinker import types
 
 from mrl.serve import messages
-from tests.serve.serving import ADAM, ask, datum, rows, serving, step
-from tests.tiers import nightly_but
+from tests.serve.serving import ADAM, ask, rows, serving, step
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("one"), model, "serve.max_waiting=64", "serve.max_body_mb=1") as server:
-        yield server
+@pytest.fixture
+def server(one):
+    return one
 
 
 class Losing(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -160,15 +158,6 @@ def test_answers_to_what_is_wrong(server, path, body, headers, status, says):
     assert found == status and says in json.loads(answer)["detail"], answer
 
 
-def test_names_stay_in_the_run_directory(server):
-    client = server.train(seed=4)
-    id = client.get_info().model_id
-    status, answer = ask(server, "/api/v1/save_weights_for_sampler", {"model_id": id, "seq_id": 1, "path": "../x"})
-    assert status == 400 and "is no name" in json.loads(answer)["detail"]
-    status, _ = ask(server, f"/api/v1/training_runs/{id}/checkpoints/weights/..%2F..%2F..", method="DELETE")
-    assert status == 404 and (server.folder / "run").exists()
-
-
 def test_a_client_goes_on_after_its_mistakes(server):
     """Refused at once or in their turn, the calls after them do not wait for them."""
     client = server.train(seed=5)
@@ -183,20 +172,6 @@ def test_a_client_goes_on_after_its_mistakes(server):
         with pytest.raises(Exception, match=says):
             mistake().result(60)
     assert client.forward_backward(rows(0), "cross_entropy").result(60).metrics["loss:sum"] > 0
-
-
-def test_a_batch_of_which_a_part_was_refused_is_not_trained_on(server):
-    """The client cuts it in three, and its step is on its way before it hears of the mistake in the second."""
-    client, undisturbed = server.train(seed=8), server.train(seed=8)
-    client.holder._client_config = client.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
-    data = rows(0, 3)
-    wrong = [data[0], datum([5, 6, 7], weights=[1.0, float("nan")]), data[2]]
-    passed, stepped = client.forward_backward(wrong, "cross_entropy"), client.optim_step(ADAM)
-    with pytest.raises(Exception, match="has a number that is not finite"):
-        passed.result(60)
-    with pytest.raises(Exception, match="optim_step: has the gradients of a part of what was sent, as a forward"):
-        stepped.result(60)
-    assert step(client, data) == pytest.approx(step(undisturbed, data), rel=1e-6)
 
 
 def test_what_cannot_be_written_ends_no_server(server):
@@ -243,14 +218,13 @@ def test_one_model_of_which_all_weights_train(model, tmp_path):
         assert step(server.train(), rows(0))[1] > 0
 
 
-@pytest.mark.parametrize("count", nightly_but([400], [400, 2000]))
-def test_more_samples_than_wait_at_once(server, model, count):
+def test_more_samples_than_wait_at_once(server, model):
     """The client is told to come again, and gets them all."""
     sampler = server.client().create_sampling_client(base_model=model)
     params = types.SamplingParams(max_tokens=2, seed=1)
-    futures = [sampler.sample(types.ModelInput.from_ints([5 + i % 50]), 1, params) for i in range(count)]
+    futures = [sampler.sample(types.ModelInput.from_ints([5 + i % 50]), 1, params) for i in range(150)]
     found = [future.result().sequences[0].tokens for future in futures]
-    assert all(found[i] == found[i % 50] for i in range(count)) and len({tuple(one) for one in found}) > 5
+    assert all(found[i] == found[i % 50] for i in range(150)) and len({tuple(one) for one in found}) > 5
 
 
 def test_an_answer_does_not_wait_for_an_acknowledgement(server):
@@ -280,27 +254,8 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
             time.sleep(1)
 
 
-def test_a_key_is_asked_for(model, tmp_path):
-    with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
-        for headers in ({}, {"x-api-key": "tml-another-key-of-16"}):
-            assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
-        assert ask(server, "/v1/models", method="GET", authorization="Bearer tml-the-key-of-tests")[0] == 200
-        assert ask(server, "/api/v1/healthz", method="GET", **{"x-api-key": "tml-the-key-of-tests"})[0] == 200
-
-
 def test_clients_are_told_what_a_body_may_hold(server):
     status, body = ask(server, "/api/v1/client/config", {})
     assert (status, json.loads(body)["fwdbwd_max_chunk_bytes_count"]) == (200, 2**19), (
         "half of the megabyte that it takes here"
     )
-
-
-def test_one_who_floods_does_not_keep_another_waiting(server):
-    """Forty passes of one client wait; those of another come through between them."""
-    flood, other = server.train(seed=1), server.train(seed=2)
-    waiting = [flood.forward_backward(rows(s), "cross_entropy") for s in range(40)]
-    for s in range(3):
-        step(other, rows(s))
-    assert not waiting[-1].done() if hasattr(waiting[-1], "done") else not waiting[-1].future().done()
-    for one in waiting:
-        one.result()
