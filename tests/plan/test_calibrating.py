@@ -78,7 +78,7 @@ def inputs(folder, layers):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_one_process_take_as_long(planner, tmp_path):
     """Of two depths, and in the same order. Other work on the machine may spoil a measurement, but not four in turn."""
     configs = {}
