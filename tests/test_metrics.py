@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import os
 import pathlib
 import struct
 import sys
+import threading
 
 import pytest
 
@@ -228,3 +230,33 @@ def test_wandb_offline_goes_on_under_the_same_id(no_account, tmp_path):
 def make(folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir()
     return folder
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """Lets nobody in."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(401)
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *_) -> None: ...
+
+
+def test_an_account_that_wandb_refuses_is_one_line(tmp_path, monkeypatch):
+    import wandb  # slow to import
+
+    wandb.teardown()  # it keeps the first environment that it sees
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    try:
+        with pytest.raises(ConfigError, match=r"^log\.wandb.*401"):
+            open_log(tmp_path, LogConfig(wandb=WandbConfig(project="p", mode="online")))
+    finally:
+        wandb.teardown()
+        server.shutdown()
+        server.server_close()

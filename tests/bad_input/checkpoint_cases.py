@@ -40,5 +40,6 @@ CASES = [
     Case("never", "checkpoint.resume", ("would overwrite", "output_dir"), ("checkpoint.resume=never",), lambda w: shutil.copytree(w.root / "earlier", w.root / "run")),
     Case("damaged run", "run/checkpoints/step_00000001", ("put one back",), edit=damaged_run),
     Case("remote that cannot be written", "checkpoint.remote", ("file:///proc/nowhere", "cannot be written"), ("checkpoint.remote=file:///proc/nowhere",)),
+    Case("nobody logged in", "log.wandb.mode", ("wandb login", "offline"), ("log.wandb={project: p, mode: online}",)),
     Case("other seed", "seed", ("7",), (*RESUME, "seed=7")),
 ]  # fmt: skip

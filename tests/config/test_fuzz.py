@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from mrl.config.build import build_section
 from mrl.config.command import roots
@@ -167,3 +168,14 @@ def test_very_many_random_configs_and_rows():
     line = [sys.executable, "-m", "tests.config.fuzz", "--count", "4000", "--seed", "1"]
     ran = subprocess.run(line, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
     assert ran.returncode == 0, f"make_case(1, NUMBER) is the case: {ran.stdout[-4000:]}{ran.stderr[-2000:]}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", roots())
+def test_a_dry_run_at_both_bounds_of_each_numeric_key(workspace, command):
+    for key in numeric(roots()[command]):
+        for value in {key.bounds["minimum"] if key.bounds["above"] is None else 5e-324, key.bounds["maximum"]}:
+            began_s = time.perf_counter()
+            given = f"{key.path}={yaml.safe_dump([value] * 2 if fuzz.is_list(key) else value, default_flow_style=True).split(chr(10))[0]}"
+            code, said, escaped = fuzz.dry_run(workspace, command, given)
+            assert fuzz.fault(code, said, escaped, time.perf_counter() - began_s) == "", f"{given}: {said}"

@@ -332,7 +332,7 @@ IN_OTHER_TESTS = {
     **of_section("engine", "batch_invariant", "engine/test_generation.py"),
     **of_section("engine", "options", "engine/test_registry.py"),
     **of_section("engine", "megatron", "mcore_models/test_megatron_fields.py"),
-    **of_section("engine.fsdp", "reshard_after_forward", "engine/test_fsdp_gathered.py"),
+    **of_section("engine.fsdp", "reshard_after_forward", "engine/test_fsdp_defer.py"),
     **of_section("engine.fsdp", "defer_sync", "engine/test_fsdp_defer.py"),
     **of_section("engine.moe", "aux_loss z_loss", "engine/test_router_losses.py"),
     **of_section("engine.moe", "grouped_mm", "engine/test_grouped.py"),

@@ -33,6 +33,7 @@ KINDS = [
     ("deepseek_v3", "lm", "bfloat16", "fsdp"),
     ("llama", "lm", "float32", "megatron"),
     ("deepseek_v3", "lm", "bfloat16", "megatron"),
+    pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.nightly),
 ]
 
 

@@ -27,7 +27,7 @@ from tests.engine.harness import run_case
 
 TP2, PP2 = {"tp": 2}, {"pp": 2}
 # by number of processes
-LAYOUTS = {1: [{}], 2: [TP2, PP2 | {"vpp": 2}]}
+LAYOUTS = {1: [{}], 2: [TP2, PP2 | {"vpp": 2}], 4: [{"tp": 4}]}
 LAYOUTS_OF_EXPERTS = {1: [{}], 2: [TP2 | {"ep": 2, "etp": 1}, PP2 | {"vpp": 2}]}
 DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3", "qwen3_5")
 AT_TP1, ELSEWHERE = 5e-6, 2e-5
@@ -48,9 +48,17 @@ def with_layouts(models: list[tuple], sizes: tuple[int, ...]) -> list:
     found = []
     for model in models:
         marks = [] if model[0] in ("llama", "deepseek_v3", "qwen3_moe") else [pytest.mark.slow]
-        for size in sizes:
+        for size in (*sizes, 4) if model[0] == "llama" else sizes:  # 4: above the key heads
             degrees = (LAYOUTS if model[0] in DENSE else LAYOUTS_OF_EXPERTS)[size]
-            found.append(pytest.param(*model, size, degrees, marks=marks, id="-".join(map(str, (*model, size)))))
+            found.append(
+                pytest.param(
+                    *model,
+                    size,
+                    degrees,
+                    marks=[*marks, *[pytest.mark.nightly] * (size == 4)],
+                    id="-".join(map(str, (*model, size))),
+                )
+            )
     return found
 
 

@@ -65,6 +65,21 @@ def test_a_string_row_has_its_tools_and_template_arguments_as_in_mrl_ppo(tmp_pat
     assert tokenizer.decode(sequence.ids).startswith("TOOLS add <|im_end|>\nLOUD7<|im_start|>user")
 
 
+def test_a_system_text_stands_before_conversations_that_have_none(tmp_path):
+    (before,), (after,) = (
+        dataset(tmp_path, STEPS, loss="steps", **keys).load(0).sequences for keys in ({}, {"system": "fox"})
+    )
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(after.ids) == "<|im_start|>system\nfox<|im_end|>\n" + tokenizer.decode(before.ids)
+    more = len(after.ids) - len(before.ids)
+    assert after.places == tuple(place + more for place in before.places)
+    own = {**GRADED, "prompt": [{"role": "system", "content": "dog"}, *ASKED]}
+    (sequence,) = dataset(tmp_path, own, loss="regression", system="fox").load(0).sequences
+    assert tokenizer.decode(sequence.ids).startswith("<|im_start|>system\ndog<|im_end|>\n<|im_start|>user")
+    with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
+        dataset(tmp_path, STEPS, loss="steps", system="fox", tokenizer=make_tokenizer(None))
+
+
 def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_template_renders(tmp_path):
     """Without a template `mrl ppo` joins prompt and answer to the same text."""
     row = {"chosen": "Q: 2 + 2?\nA: 4", "rejected": "Q: 2 + 2?\nA: fish"}

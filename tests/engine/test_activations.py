@@ -103,8 +103,9 @@ def test_in_every_layout_numbers_are_the_same(tmp_path, family, world, parallel,
     dtype = more.get("dtype", "float32")
     config = tiny.role(folder, backend=backend, parallel=parallel, size=1, dtype=dtype, model={"lora": lora})
     config = dataclasses.replace(config, mtp=MTPConfig() if more.get("mtp") else None)
-    found = run_case(world, "tests.engine.test_activations:compare", config=config, recompute=("none",))["none"]
-    assert found["differ"] == [[]] * world and found["left"] == 0 < found["most"]
+    found = run_case(world, "tests.engine.test_activations:compare", config=config, recompute=("none", "full"))
+    for kind, of in found.items():
+        assert of["differ"] == [[]] * world and of["left"] == 0 < of["most"], kind
 
 
 def test_what_offload_names_is_all_that_moves(tmp_path):

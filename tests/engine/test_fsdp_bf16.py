@@ -38,7 +38,7 @@ def all_trained(batch: Batch) -> Batch:
     return dataclasses.replace(batch, loss_mask=torch.ones_like(batch.loss_mask)).with_denominators()
 
 
-@pytest.mark.parametrize("family", ["llama", "ernie4_5_moe", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "ernie4_5_moe", "qwen2_5_vl"])
 def test_equal_to_transformers(folder, tmp_path, family):
     """Angles of rotary embeddings and weights of routers are fp32 in transformers where it keeps them so."""
     is_vision = family.endswith("vl")

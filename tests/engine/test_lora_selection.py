@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.lora.selection import injection, shapes_of_folder
-from mrl.engine.lora.shapes import initial_a
+from mrl.engine.lora.shapes import AdapterShape, deinterleave, initial_a, interleave, join_experts
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 
@@ -76,6 +76,16 @@ def test_what_peft_draws_is_drawn_from_no_run(folder):
     before = torch.get_rng_state()
     adapters(folder("llama"), LoraConfig(rank=3), "lm")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_scales(folder):
+    def scale(**fields):
+        return next(iter(adapters(folder("llama"), LoraConfig(**fields), "lm").values())).scale
+
+    assert scale(rank=4, alpha=6.0) == 1.5
+    assert scale(rank=4, alpha=6.0, rslora=True) == 3.0
+    fused = adapters(folder("qwen3_moe"), LoraConfig(rank=4, alpha=6.0), "lm")
+    assert {shape.scale for shape in fused.values()} == {1.5}, "twice the rank and twice the alpha for gate and up"
 
 
 def test_a_starts_as_in_peft_and_follows_from_seed_and_name(folder):
@@ -193,3 +203,16 @@ def test_what_is_no_plain_adapter(folder, tmp_path, fields, says):
     with pytest.raises(ModelError) as caught:
         shapes_of_folder(str(tmp_path), folder("llama"))
     assert says in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+def test_tensors_of_experts_are_split_and_joined_to_the_bit():
+    shape = AdapterShape("experts", "experts", in_features=5, out_features=6, rank=2, scale=1.0, experts=3)
+    a, b = torch.randn(shape.a_shape), torch.randn(shape.b_shape)
+    a_ERI, b_EOR = shape.split(a, "A"), shape.split(b, "B")
+    assert a_ERI.shape == (3, 2, 5) and b_EOR.shape == (3, 6, 2)
+    assert torch.equal(a_ERI[1], a[2:4]), "rows of expert 0 first, then those of expert 1"
+    assert torch.equal(b_EOR[1], b[:, 1::3]), "column r of expert e is r * E + e"
+    assert torch.equal(join_experts(a_ERI, "A"), a) and torch.equal(join_experts(b_EOR, "B"), b)
+    parts = interleave(b_EOR, 2)
+    assert torch.equal(parts[:, ::2], b_EOR[:, :3]) and torch.equal(parts[:, 1::2], b_EOR[:, 3:])
+    assert torch.equal(deinterleave(parts, 2), b_EOR)

@@ -37,11 +37,15 @@ def test_an_update_is_torchs_and_moments_are_rounded_behind_it(dtypes):
             )
 
 
-def test_an_optimizer_on_the_host_makes_the_same_updates_to_the_bit(tmp_path):
+@pytest.mark.parametrize(
+    "world, parallel, dtype",
+    [(2, {}, "bfloat16"), pytest.param(4, {"tp": 2, "pp": 2}, "float32", marks=pytest.mark.slow)],
+)
+def test_an_optimizer_on_the_host_makes_the_same_updates_to_the_bit(tmp_path, world, parallel, dtype):
     """On a CPU, whose kernel both then have; and a checkpoint of the one goes on with the other."""
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
-    config = tiny.role(folder, backend="megatron", size=2, dtype="bfloat16")
-    found = run_case(2, "tests.engine.moments:on_host", config=config, out=str(tmp_path / "out"))
+    config = tiny.role(folder, backend="megatron", parallel=parallel, size=2, dtype=dtype)
+    found = run_case(world, "tests.engine.moments:on_host", config=config, out=str(tmp_path / "out"))
     assert found == {"updates": True, "resumed": True, "on the device": True, "given": True, "reloaded": True}
 
 

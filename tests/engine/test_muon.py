@@ -52,6 +52,7 @@ LAYOUTS = [
     ("qwen3_5", 2, {"tp": 2}, False, {}),  # a linear of four matrices, convolutions and parameters of heads
     ("qwen3_moe", 2, {}, True, {}),
     ("qwen2", 4, {"tp": 4}, False, {}),  # more ranks than key-value heads
+    ("gpt_oss", 2, {"ep": 2}, True, {}),
     ("qwen3_moe", 4, {"tp": 2, "etp": 1, "ep": 2}, True, {}),
     ("deepseek_v3", 4, {"tp": 2, "pp": 2, "ep": 2}, False, {"scale_mode": "unit_rms_norm"}),
     ("glm4_moe", 4, {"tp": 2, "cp": 2}, True, {}),
@@ -74,10 +75,15 @@ def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, w
     assert not {name: far for name, far in found["far"].items() if not far < UPDATE}
 
 
-def test_state_is_kept_to_the_bit(tmp_path):
+@pytest.mark.parametrize(
+    ("world", "parallel", "dtype"),
+    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_state_is_kept_to_the_bit(tmp_path, world, parallel, dtype):
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
-    config = tiny.role(folder, backend="megatron", size=2, optimizer=muon.OPTIMIZER)
-    assert run_case(2, "tests.engine.muon:keeps", config=config, path=str(tmp_path)) == {"trained state": True}
+    config = tiny.role(folder, backend="megatron", parallel=parallel, size=2, dtype=dtype, optimizer=muon.OPTIMIZER)
+    assert run_case(world, "tests.engine.muon:keeps", config=config, path=str(tmp_path)) == {"trained state": True}
 
 
 @pytest.mark.slow

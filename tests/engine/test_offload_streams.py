@@ -118,31 +118,18 @@ class Cuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def simulation(late):
-    simulated = Cuda(late)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", simulated.new_stream)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: simulated.current)
-        patch.setattr(torch.cuda, "stream", simulated.stream)
-        patch.setattr(torch, "empty", simulated.empty(torch.empty))
-        patch.setattr(offload, "is_asynchronous", lambda device: True)
-        patch.setattr(offload, "BLOCK", 1024)
-        patch.setattr(offload, "_shrink", lambda storages, real=offload._shrink: (simulated.frees(), real(storages)))
-        with simulated:
-            yield simulated
-
-
-@pytest.fixture
-def host_late():
-    with simulation("host") as cuda:
-        yield cuda
-
-
-@pytest.fixture
-def device_late():
-    with simulation("device") as cuda:
-        yield cuda
+@pytest.fixture(params=["host late", "device late"])
+def cuda(request, monkeypatch):
+    simulated = Cuda(request.param.split()[0])
+    monkeypatch.setattr(torch.cuda, "Stream", simulated.new_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: simulated.current)
+    monkeypatch.setattr(torch.cuda, "stream", simulated.stream)
+    monkeypatch.setattr(torch, "empty", simulated.empty(torch.empty))
+    monkeypatch.setattr(offload, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(offload, "BLOCK", 1024)
+    monkeypatch.setattr(offload, "_shrink", lambda storages, real=offload._shrink: (simulated.frees(), real(storages)))
+    with simulated:
+        yield simulated
 
 
 class State:
@@ -215,7 +202,9 @@ def differs(cuda: Cuda, kinds: tuple[str, ...], seed: int, calls: int = 40) -> b
     for _ in range(calls):
         name = draw.choice(["backward", "backward", "look", "step", "to_host", "to_device"])
         if cuda.late == "device" and name in ("step", "to_host"):
-            cuda.frees()  # what is dropped is freed in the current stream's order, which is torch's
+            cuda.main.run(
+                len(cuda.main.queue)
+            )  # what is dropped is freed in the current stream's order, which is torch's
         by = draw.random()
         getattr(ours, name)(by)
         if not name.startswith("to_"):
@@ -227,39 +216,73 @@ def differs(cuda: Cuda, kinds: tuple[str, ...], seed: int, calls: int = 40) -> b
 
 
 @pytest.mark.parametrize("kinds", [(), ("gradients",), ("parameters", "optimizer"), KINDS], ids=" ".join)
-@pytest.mark.parametrize("late", ["host", "device"])
-def test_copies_in_the_background_change_no_bit(late, kinds):
-    with simulation(late) as cuda:
-        assert not any(differs(cuda, kinds, seed) for seed in range(6))
+def test_copies_in_the_background_change_no_bit(cuda, kinds):
+    assert not any(differs(cuda, kinds, seed) for seed in range(6))
 
 
-def test_what_is_used_again_before_its_copy_has_ended_stays(host_late):
-    state = State(host_late, ("optimizer",))
-    copies = host_late.streams[1]
+def shrinks_at_once(monkeypatch):
+    to_host = offload.StreamCopies.to_host
+
+    def at_once(self, pairs):
+        pairs = list(pairs)
+        to_host(self, pairs)
+        return None  # as if the copies had ended
+
+    monkeypatch.setattr(offload.StreamCopies, "to_host", at_once)
+
+
+def brings_it_in_another_stream(monkeypatch):
+    def to_device(self, pairs):
+        with torch.cuda.stream(self.stream):
+            for host, device in pairs:
+                device.copy_(host, non_blocking=True)
+
+    monkeypatch.setattr(offload.StreamCopies, "to_device", to_device)
+
+
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+@pytest.mark.parametrize("fault", [shrinks_at_once, brings_it_in_another_stream])
+def test_the_simulation_sees_a_wrong_order(cuda, fault, monkeypatch):
+    """That nobody waits for the work before is a mutant (tests/mutants/table.py)."""
+    fault(monkeypatch)
+    try:
+        found = any(differs(cuda, KINDS, seed) for seed in range(6))
+    except AssertionError as error:
+        found = "after its storage was shrunk" in str(error)
+    assert found
+
+
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_what_is_used_again_before_its_copy_has_ended_stays(cuda):
+    state = State(cuda, ("optimizer",))
+    copies = cuda.streams[1]
     state.backward(1.0)
     state.step(1.0)
     assert copies.done < len(copies.queue) and state.of["optimizer"][0].untyped_storage().size()
-    before = len(host_late.main.queue)
+    before = len(cuda.main.queue)
     with state.offload.used("optimizer"):
-        returned = host_late.main.queue[before:]
+        returned = cuda.main.queue[before:]
     assert len(returned) == 1, "the current stream waits for the copy, and nothing comes back"
     state.look(1.0)
     state.offload.wait()
     assert not state.of["optimizer"][0].untyped_storage().size()
 
 
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
 @pytest.mark.parametrize("kinds", [("optimizer",), ("parameters", "optimizer"), KINDS], ids=" ".join)
-def test_the_memory_of_what_waits_is_free_while_the_model_computes(host_late, kinds):
+@pytest.mark.parametrize("used", [("parameters",), ("parameters", "gradients")], ids=" ".join)
+def test_the_memory_of_what_waits_is_free_while_the_model_computes(cuda, kinds, used):
     """A forward and a backward pass take it, though nobody has moved anything to the device since the copy began."""
-    state = State(host_late, kinds)
-    for used in (("parameters",), ("parameters", "gradients")):
+    state = State(cuda, kinds)
+    for _ in range(2):
         state.backward(1.0), state.step(1.0)
         with state.offload.used(*used):
             assert not state.of["optimizer"][0].untyped_storage().size()
 
 
-def test_what_takes_memory_frees_first_what_is_on_its_way(host_late):
-    state = State(host_late, KINDS)
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_what_takes_memory_frees_first_what_is_on_its_way(cuda):
+    state = State(cuda, KINDS)
     storages = {kind: state.of[kind][0].untyped_storage() for kind in KINDS}
     assert [storage.size() for storage in storages.values()] == [0, 0, 0], "before any use"
     state.backward(1.0)
@@ -268,35 +291,38 @@ def test_what_takes_memory_frees_first_what_is_on_its_way(host_late):
         assert not storages["parameters"].size() and not storages["gradients"].size()
 
 
-def test_kinds_that_are_used_together_do_not_send_each_other_away(host_late):
-    state = State(host_late, KINDS)
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_kinds_that_are_used_together_do_not_send_each_other_away(cuda):
+    state = State(cuda, KINDS)
     state.backward(1.0)
-    before = len(host_late.main.queue)
+    before = len(cuda.main.queue)
     with state.offload.used("optimizer", "parameters"):
-        assert len(host_late.main.queue) - before == 1 + 3, "a wait for the parameters, and 2,800 bytes of moments"
+        assert len(cuda.main.queue) - before == 1 + 3, "a wait for the parameters, and 2,800 bytes of moments"
 
 
-def test_a_block_is_not_written_while_another_stream_reads_it(device_late):
+@pytest.mark.parametrize("cuda", ["device late"], indirect=True)
+def test_a_block_is_not_written_while_another_stream_reads_it(cuda):
     """Two streams of the trainer's take turns: what one of them brings back waits in a block that the other one is given."""
-    state, other = State(device_late, ()), Stream(eager=False)
-    device_late.streams.append(other)
+    state, other = State(cuda, ()), Stream(eager=False)
+    cuda.streams.append(other)
     state.offload.park("parameters")
     state.offload.wait()
-    with device_late.stream(other):
+    with cuda.stream(other):
         state.offload.restore("parameters")
     assert other.done < len(other.queue)
     state.offload.park("optimizer")
     assert len(state.offload._host.blocks) == 3, "of one kind alone"
-    device_late.synchronize()
+    cuda.synchronize()
     assert torch.equal(torch.cat(state.of["parameters"]), torch.arange(700.0))
 
 
-def test_all_kinds_are_on_their_way_at_once(host_late):
-    state = State(host_late, ())
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_all_kinds_are_on_their_way_at_once(cuda):
+    state = State(cuda, ())
     state.backward(1.0)
     for kind in KINDS:
         state.offload.park(kind)
-    copies = host_late.streams[1]
+    copies = cuda.streams[1]
     waiting = copies.queue[copies.done :]
     # behind a wait for each kind's work: 2,800 bytes in blocks of 1,024, 1,200 and (from byte 1,536 on) 1,600, and 2,800
     assert len(waiting) == 3 + 3 + (2 + 3) + 3
@@ -304,12 +330,13 @@ def test_all_kinds_are_on_their_way_at_once(host_late):
     assert copies.done == len(copies.queue)
 
 
-def test_host_memory_is_pinned_once_and_used_again(host_late):
-    state = State(host_late, KINDS)
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_host_memory_is_pinned_once_and_used_again(cuda):
+    state = State(cuda, KINDS)
     for _ in range(5):
         state.backward(1.0), state.look(1.0), state.step(1.0), state.to_host(1.0)
     # parameters and moments of 2,800 bytes; gradients of 1,536 and 2,048 bytes, which wait from backward to step
-    assert host_late.pinned == [(1024, True)] * (3 + 3 + 4)
+    assert cuda.pinned == [(1024, True)] * (3 + 3 + 4)
     assert state.offload.on_host("gradients") == 0
 
 

@@ -77,6 +77,12 @@ def test_bits_are_splitmix64_whatever_part_is_asked_for():
     torch.testing.assert_close(whole, -torch.tensor(u).log(), rtol=1e-6, atol=1e-6)
 
 
+def test_every_part_of_a_key_counts():
+    parts = [(a, b, c, d, t) for a in range(3) for b in range(3) for c in range(3) for d in range(3) for t in range(3)]
+    assert len({noise_key(part[:4], part[4]) for part in parts}) == 3**5
+    assert noise_key(SamplingKey(1, 2, 3, 4), 5) == noise_key((1, 2, 3, 4), 5)
+
+
 def test_keys_of_a_step_are_those_of_each_sequence():
     keys = [SamplingKey(s, 2**40, 2**63 + s, s) for s in range(5)]
     found = noise_keys(torch.tensor([to_int64(key_hash(key)) for key in keys]), range(95, 100))

@@ -129,7 +129,8 @@ def test_a_field_that_a_first_row_lacks_is_said_before_anything_is_scored(path):
         rows = [Sample("", "", first, "f:1"), Sample("", "", row, "f:2")]
         with pytest.raises(ConfigError, match=re.escape(says)):
             Scorer(parse_rewards({"functions": functions, "workers": 1}), first=rows)
-    Scorer(parse_rewards({"functions": functions, "workers": 1, "on_error": "zero"}), first=rows).close()
+    with Scorer(parse_rewards({"functions": functions, "workers": 2, "on_error": "zero"}), first=rows) as scoring:
+        assert len(scoring._pool.pids) == 2
 
 
 def test_many_faults_are_three_lines_and_a_count():

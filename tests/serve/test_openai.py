@@ -64,6 +64,20 @@ def test_a_prompt_is_scored_without_a_completion(client, model, reference):
     assert [max(top.values()) for top in found.top_logprobs[1:]] == pytest.approx(largest[:-1], abs=1e-5)
 
 
+def test_the_likeliest_tokens_are_told_by_their_numbers(client, model, reference):
+    """As lm-eval reads it: a token is the likeliest where its log-prob equals the largest one bit for bit."""
+    prompts = [[5, 20, 31], [8, 44, 12, 60, 7]]
+    ids = [prompt + greedy(reference, prompt, 20) for prompt in prompts]
+    ids[1][-1] = (ids[1][-1] + 1) % 50  # one that is not
+    answer = client.completions.create(model=model, prompt=ids, max_tokens=1, echo=True, logprobs=1, temperature=0)
+    likeliest = []
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        found = choice.logprobs
+        pairs = zip(found.token_logprobs[len(prompt) :], found.top_logprobs[len(prompt) :], strict=True)
+        likeliest.append([log_prob == max(top.values()) for log_prob, top in pairs])
+    assert likeliest == [[True] * 21, [True] * 19 + [False, True]]  # the last is the new token
+
+
 def test_a_chat_streams_what_it_would_answer(client, model):
     asked = {
         "model": model, "messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 24, "seed": 3,

@@ -341,6 +341,24 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
         assert found == pytest.approx(step, rel=2e-5)
 
 
+@pytest.mark.slow
+def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
+    """As its rows would."""
+    others = {"third": {"model": {"path": str(by_row / "third")}}}
+    lines = (by_row / "train.jsonl").read_text().splitlines()
+    named = [json.dumps({**json.loads(line), "teacher": "third"}) for line in lines]
+    (by_row / "named.jsonl").write_text("\n".join(named) + "\n")
+    found = []
+    for run, train_rows in {
+        "source": [{"path": str(by_row / "train.jsonl"), "teacher": "third"}],
+        "rows": [{"path": str(by_row / "named.jsonl"), "name": "train"}],
+    }.items():
+        config = make_config(by_row, tmp_path / run, teacher={"others": others}, data={"train": train_rows})
+        assert train(config) == ("done", "")
+        found.append(numbers(tmp_path / run))
+    assert found[0] == found[1]
+
+
 def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(by_row, tmp_path):
     """With a cache all rows are read before the first step, so that it is known; else the sources' keys tell."""
     others = {name: {"model": {"path": str(by_row / "third")}} for name in ("third", "idle")}

@@ -294,6 +294,17 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path):
     assert_goes_on_to_the_bit(CASE, lambda folder: make_config(places, folder, **keys), tmp_path, step=2, world=2)
 
 
+@pytest.mark.slow
+def test_a_first_step_that_leaves_adapters_as_they_were_is_refused(places, tmp_path):
+    """The forward of their base, in the same step, hides nothing from the guards."""
+    config = make_config(places, tmp_path, model={"lora": {"rank": 4}}, reference={"model": {"path": None}})
+    ended, message = train(config, happening="step_changes", what="lora_B")
+    assert ended == "TrainingError" and "lora_B" in message and "did not change it" in message, message
+    saved = torch.load(tmp_path / "failed" / "step_1.pt", weights_only=True)
+    assert [row.rpartition(":")[2] for row in saved["rows"]] == ["1", "2", "3", "4"]
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_another_reference_does_not_go_on_with_a_run(places, tmp_path):
     """It may lie elsewhere, if it is the same, and null is the model's own folder. One that is refused leaves the cache
     of the run's own as it was."""

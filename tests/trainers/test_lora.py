@@ -187,10 +187,13 @@ def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
     assert (tmp_path / "run" / "hf" / "adapter_model.safetensors").is_file()
     plain = tiny_policies.merge(config, {"output_dir": str(tmp_path / "plain"), "actor": {"model": {"lora": None}}})
     case = "tests.trainers.rl.cases:held_by_role"
-    of_lora, of_plain = (run_case(WORLD, case, config=c) for c in (config, plain))
-    assert set(of_lora) == {"actor"} and set(of_plain) == {"actor", "reference"}
     trained = sum(t.numel() for t in adapter(tmp_path / "run" / "hf").values())
-    assert trained / 2 < of_lora["actor"] - of_plain["actor"] < trained, "a rank's part of the adapters"
+    for world in (1, WORLD):
+        layout = {"actor": {"engine": {"parallel": {"tp": world}}}}
+        of_lora, of_plain = (run_case(world, case, config=tiny_policies.merge(c, layout)) for c in (config, plain))
+        assert set(of_lora) == {"actor"} and set(of_plain) == {"actor", "reference"}
+        added = of_lora["actor"] - of_plain["actor"]
+        assert added == trained if world == 1 else trained / 2 < added < trained, "the adapters, or a rank's part"
 
 
 @pytest.mark.parametrize(

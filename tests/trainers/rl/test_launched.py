@@ -203,10 +203,14 @@ def test_metrics_say_how_old_the_weights_are(unbroken, run):
     assert "actor/importance_weight" in rows[1], "older weights are corrected"
 
 
-@pytest.mark.parametrize("step", slow_but([3], [2, 3]))
-def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, unbroken, tmp_path, step):
+@pytest.mark.parametrize(("step", "name"), slow_but([(3, "SIGTERM")], [(2, "SIGTERM"), (3, "SIGTERM"), (5, "SIGKILL")]))
+def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, unbroken, tmp_path, step, name):
     config = config_of(inputs, tmp_path / "run", server)
-    train(config, ended="stopped", happening="killed_at", step=step, name="SIGTERM")
+    if name == "SIGTERM":
+        train(config, ended="stopped", happening="killed_at", step=step, name=name)
+    else:
+        with pytest.raises(AssertionError, match="died with exit code -9"):
+            train(config, happening="killed_at", step=step)
     server.close()  # what was launched is in the checkpoint
     again = Running(inputs / "model")
     try:

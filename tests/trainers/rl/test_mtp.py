@@ -74,6 +74,19 @@ def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name):
 
 
 @pytest.mark.slow
+def test_stopped_after_a_step_it_goes_on_bitwise(inputs, folder, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(config_of(inputs, folder, whole))
+    train(config_of(inputs, folder, stopped), ended="stopped", happening="forwards_are_counted", stop_after=2)
+    assert len(tiny_policies.metrics_of(stopped)) == 1
+    train(config_of(inputs, folder, stopped))
+    assert tiny_policies.metrics_of(stopped) == tiny_policies.metrics_of(whole)
+    assert LOSS in tiny_policies.metrics_of(whole)[-1]
+    weights = tiny_policies.weights_of(whole / "hf")
+    assert all(torch.equal(w, weights[n]) for n, w in tiny_policies.weights_of(stopped / "hf").items())
+
+
+@pytest.mark.slow
 def test_an_iteration_is_the_same_on_two_processes(inputs, folder, tmp_path):
     two_steps = {"algorithm": {"mini_batch_size": SEQUENCES // 2}, "train": {"steps": 2}}
     for place, world, of in ((tmp_path / "one", 1, None), (tmp_path / "two", 2, engine("megatron", cp=2))):
