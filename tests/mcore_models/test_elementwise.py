@@ -84,7 +84,12 @@ def test_weighted_swiglu_keeps_the_dtype():
 
 @pytest.mark.skipif(devices.has_gpu(), reason="a GPU uses megatron's own")
 def test_megatron_uses_them_and_keeps_its_own_for_the_rest():
-    assert mlp.bias_swiglu_impl is elementwise.swiglu and mlp.weighted_bias_swiglu_impl is elementwise.weighted_swiglu
+    x, weights = numbers(3, 8), numbers(3, 1)
+    for theirs, ours in (
+        (mlp.bias_swiglu_impl(x, None), elementwise.swiglu(x)),
+        (mlp.weighted_bias_swiglu_impl(x, None, weights), elementwise.weighted_swiglu(x, None, weights)),
+    ):
+        assert torch.equal(theirs, ours) and type(theirs.grad_fn) is type(ours.grad_fn)
     t, turn = numbers(7, 1, 2, 8), rope_utils._apply_rotary_pos_emb_bshd
     assert type(turn(t[..., :6], angles()).grad_fn).__name__ == "RotaryFunctionBackward"
     part = turn(t, angles())  # angles for a part of the dimensions
