@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cuda import count_cases
-from tests.cuda.count_cases import QUICK, ROWS, Counted, Counter, Row
-from tests.tiers import slow_but
+from tests.cuda.count_cases import IN_CI, QUICK, ROWS, Counted, Counter, Row
+from tests.tiers import in_tiers
 
 FILE = count_cases.read()
 
@@ -18,7 +18,7 @@ FILE = count_cases.read()
 @pytest.mark.skipif(
     count_cases.installed() != FILE["versions"], reason=f"operations are counted with {FILE['versions']}"
 )
-@pytest.mark.parametrize("row", slow_but(QUICK, ROWS.values()), ids=str)
+@pytest.mark.parametrize("row", in_tiers(QUICK, IN_CI, ROWS.values()), ids=str)
 def test_operations_are_at_their_ceilings(request, row):
     worker = request.getfixturevalue("te_worker" if row.te else "worker")
     one, two = (worker.call("tests.cuda.counts:count", row, layers) for layers in (1, 2))
