@@ -245,7 +245,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_) -> None: ...
 
 
-def test_an_account_that_wandb_refuses_is_one_line(tmp_path, monkeypatch):
+def test_an_account_that_wandb_refuses_is_one_line_and_offline_asks_nobody(tmp_path, monkeypatch):
     import wandb  # slow to import
 
     wandb.teardown()  # it keeps the first environment that it sees
@@ -256,6 +256,10 @@ def test_an_account_that_wandb_refuses_is_one_line(tmp_path, monkeypatch):
     try:
         with pytest.raises(ConfigError, match=r"^log\.wandb.*401"):
             open_log(tmp_path, LogConfig(wandb=WandbConfig(project="p", mode="online")))
+        wandb.teardown()
+        log = open_log(tmp_path, LogConfig(wandb=WandbConfig(project="p", mode="offline")))
+        assert [note.startswith("wandb: writes offline;") for note in log.notes] == [True]
+        log.close()
     finally:
         wandb.teardown()
         server.shutdown()

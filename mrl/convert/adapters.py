@@ -29,7 +29,7 @@ from mrl.errors import CheckpointError, ModelError
 from mrl.weights.accounting import SCORE
 from mrl.weights.adapter_folder import CONFIG, MERGE
 from mrl.weights.composites import COMPOSITES, CarriedReader
-from mrl.weights.mcore_weights import FOLDER
+from mrl.weights.mcore_weights import FOLDER, is_imported
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
@@ -191,12 +191,14 @@ def merge_checkpoint_adapters(
     dtype: torch.dtype,
 ) -> MergedReader:
     """Returns the checkpoint's adapters over the base in `companions`. Raises CheckpointError if it is another."""
-    tables = (family, None) if family.model_type in COMPOSITES else (family,)  # the FSDP engine has none of a composite
+    tables: list[Family | None] = [family]
+    if family.model_type in COMPOSITES and not is_imported(companions):
+        tables.append(None)  # the FSDP engine has no table of a composite, and hashes the folder's own tensors
     if saved.base not in (identity.fingerprint(str(companions), table, hf_config, saved.head) for table in tables):
         raise CheckpointError(
             companions,
             why=f"its weights are not those of {saved.path}, which the adapters were trained over",
-            fix="give the base with --model",
+            fix="give the base with --model, as a Hugging Face folder",
         )
     shapes = adapters(str(companions), saved.lora, saved.head)
     tensors = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])

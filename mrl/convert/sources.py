@@ -35,7 +35,7 @@ from mrl.weights.families import family_for, family_of
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
-from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
+from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, check_architecture, read_description
 from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
@@ -362,6 +362,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     what = "imported mcore checkpoint" if imported else of_run
     reader: WeightReader
     if adapters is not None:
+        check_architecture(saved["architecture"], family, hf_config, companions)
         reader = merge_checkpoint_adapters(inside, adapters, companions, family, hf_config, dtype)
         head, what = adapters.head, f"adapters over {companions}, {what}"
         adapters = dataclasses.replace(adapters, path=model or (config.path if config else adapters.path))

@@ -49,7 +49,7 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
         # forward rounds to the weight's dtype, backward to x's
-        assert x.dtype == weight.dtype, f"a norm that trains: x is {x.dtype}, its weight {weight.dtype}"
+        assert x.dtype == weight.dtype, f"rms_norm needs one dtype: x is {x.dtype}, its weight {weight.dtype}"
         ctx.save_for_backward(x, weight)
         # a hook on saved tensors, as of offloaded activations, gives back an alias without these attributes
         ctx.parameter = weight if main_grad_of(weight) is not None and ctx.needs_input_grad[1] else None

@@ -6,7 +6,6 @@ A run saves the numbers in config.yaml, and a resume takes them from there. Only
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -136,24 +135,24 @@ def _best(
 ) -> tuple[int, str]:  # fmt: skip
     """Returns the best number that fits at a key, and why it is.
 
-    The cache is the largest one. Micro-batches are the largest of those that take the least time. Without a time they
-    are the default. Below the default it is the largest that fits. Only the phases that the key changes count. end:
-    the time after which nothing more is planned.
+    The cache is the largest one. Micro-batches are the largest of those that take the least time. Below the default it
+    is the largest that fits. Only the phases that the key changes count. end: the time after which nothing more is
+    planned.
     """
     if command.on_rows(config) is None:
         raise UserError(f"the batches of mrl {command.name} are its clients'")
     longest, default = _longest(command, config, key), _default(command, config, key)
-    names, most = _phases_and_most(command, config, key, plan, longest)
+    names, most = _phases_and_limit(command, config, key, plan, longest)
 
     def seconds(number: int) -> float | None:
-        """Returns the time of the phases, infinite where it is not planned; None if the number does not fit."""
+        """Returns the time of the phases, 0 of sampling; None if the number does not fit."""
         made = plan(replaced(config, {key: number}))
         uses = [use for use in made.uses if use.phase in names]
         if not uses or any(use.activations is None for use in uses):
             raise UserError("mrl plan does not know what it takes")
         if any(use.total > made.room for use in uses):
             return None
-        return sum(made.costs[name].seconds if name in made.costs else math.inf for name in names)
+        return 0.0 if key == CACHE else sum(made.costs[name].seconds for name in names)
 
     def in_time() -> bool:
         return time.monotonic() < end
@@ -165,24 +164,23 @@ def _best(
             if number and in_time() and seconds(number) is not None:
                 return number, fits
         raise UserError(f"by mrl plan not even {longest:,} fit" if in_time() else "planning takes long")
-    tried = {default: least}
+    tried, most_because = {default: least}, ""
     for number in _above(default, most, longest):
         took = seconds(number) if in_time() else None
         if took is None:
+            most_because = fits if in_time() else "the most that was planned in time"
             break
         tried[number] = took
     if key == CACHE:
         best = max(tried)
-        return best, "enough for all sequences of a step" if best >= most else fits
-    least = min(tried.values())
-    if math.isinf(least):
-        return default, "the default, as mrl plan knows no time"
-    return max(
-        n for n, took in tried.items() if took <= least * (1 + TIE)
-    ), "the most that takes the least time by mrl plan"
+        return best, "enough for all sequences of a step" if best >= most else most_because
+    best = max(number for number, took in tried.items() if took <= min(tried.values()) * (1 + TIE))
+    if most_because and best == max(tried):
+        return best, most_because
+    return best, "the most that takes the least time by mrl plan"
 
 
-def _phases_and_most(
+def _phases_and_limit(
     command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan], longest: int
 ) -> tuple[list[str], int]:
     """Returns the names of the phases that a key changes, and the most that is tried at the key.

@@ -171,9 +171,10 @@ def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | 
         from mrl.plan.gpus import gpu_of
 
         card = gpu_of(named, automatic.GPU_VARIABLE)
-    elif "cpu" in preflight.devices(command, config) or not (gpus := _gpus()):
-        return None
     else:
+        gpus = [] if "cpu" in preflight.devices(command, config) else _gpus()
+        if not gpus:
+            return None
         card = gpus[0]
     from mrl.launch import planning
 

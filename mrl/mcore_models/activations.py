@@ -21,12 +21,12 @@ def replace(swiglu: Callable[..., Any], weighted_swiglu: Callable[..., Any]) -> 
         patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
 
 
-def use_kernels(plain: Callable[..., Any], weighted: Callable[..., Any]) -> None:
-    """Replaces megatron's SwiGLU by one kernel, or by the given functions if it does not fit: on a CPU, or with an
-    option set.
+def replace_swiglu(plain: Callable[..., Any], weighted: Callable[..., Any]) -> None:
+    """Replaces megatron's SwiGLU by one kernel, and by the given functions where the kernel does not fit.
 
-    megatron's own are compiled by torch, again in each run, and round once, at the end. Hugging Face rounds silu as
-    well, and so does the kernel.
+    It does not fit with an option set, nor on a CPU, but for tests of kernels and plans of a GPU (`interpreted` and
+    `planned` of mrl.kernels.operators). megatron's own functions are compiled by torch, again in each run, and round
+    once, at the end. Hugging Face rounds silu as well, and so does the kernel.
     """
 
     def fits(x: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> bool:

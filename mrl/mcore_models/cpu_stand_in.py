@@ -48,23 +48,25 @@ def prepare() -> None:
     if _prepared:
         return
     if not has_gpu():
-        # megatron's import loads it, and it warns that a CUDA toolkit is here and no GPU
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         _replace_cuda_runtime()
         _replace_tensor_creation()
         _complete_gloo()
     hide_what_does_not_load()
     # megatron's notices about absent optional packages are not for the user's terminal
+    extensions = logging.getLogger("torch.utils.cpp_extension")  # warns if a CUDA toolkit is here and no GPU
+    level = extensions.level
+    extensions.setLevel(level if has_gpu() else logging.ERROR)
     with warnings.catch_warnings(action="ignore"), contextlib.nullcontext() if has_gpu() else _eager():
         for name in _MODULES:
             importlib.import_module(name)
+    extensions.setLevel(level)
     _name_what_is_absent()
     _recompute_without_fp8_and_compiler()
     _turn_packed_tokens_as_others()
     dispatch.install()
     if has_gpu():
         theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
-        activations.use_kernels(theirs.bias_swiglu_impl, theirs.weighted_bias_swiglu_impl)
+        activations.replace_swiglu(theirs.bias_swiglu_impl, theirs.weighted_bias_swiglu_impl)
     else:
         _mend_megatron()
     _prepared = True
@@ -308,7 +310,7 @@ def _mend_megatron() -> None:
 
 def _use_cpu_functions() -> None:
     """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
-    activations.use_kernels(elementwise.swiglu, elementwise.weighted_swiglu)
+    activations.replace_swiglu(elementwise.swiglu, elementwise.weighted_swiglu)
     rope: Any = importlib.import_module(_ROPE)
     apply = rope._apply_rotary_pos_emb_bshd
 

@@ -108,7 +108,7 @@ def plan_role(
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=ids, kernels=gpu.kernels)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
             layers = dataclasses.replace(config, optimizer=None, head="value", engine=without_userbuffers(config))
-            # without kernels: the decoder's experts keep more than those of training with them
+            # without kernels: the decoder computes experts by torch, which keeps more than the kernels of training
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)

@@ -41,7 +41,6 @@ _COMMON_FIELDS = (
 _REDUNDANT = (
     "rope_parameters"  # by rope_theta, rope_scaling and partial_rotary_factor, and with other keys in each transformers
 )
-_ENGINE = ("head", "dtype", "layer_spec")  # what an engine adds to the fields
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
 _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
@@ -273,10 +272,11 @@ def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
 def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
     """Refuses another config.json, found at `where`, than the checkpoint's.
 
-    saved: from `architecture`, perhaps by an older mrl, which saved fewer fields.
+    saved: from `architecture`, perhaps by an older mrl, which saved fewer fields. Others than the family reads do not
+    count.
     """
-    fields = {name: value for name, value in saved.items() if name not in _ENGINE}
-    own = {**hf_config, **architecture(family, hf_config)}  # the FSDP engine saves all fields of a composite
+    own = architecture(family, hf_config)
+    fields = {name: value for name, value in saved.items() if name in own}  # FSDP saves all fields of a composite
     differ = differing_fields(fields, own, "in the checkpoint", "in config.json")
     if differ:
         raise CheckpointError(

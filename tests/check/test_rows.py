@@ -58,7 +58,7 @@ def test_a_long_row_is_cut_where_it_trains():
     assert shortened(with_image, 20) is with_image
 
 
-def testshortened_rows_are_said(config):
+def test_shortened_rows_are_said(config):
     rows = rows_of(config, sequences=4, length=8)
     assert "of each at most 8 tokens around the first that trains" in rows.words and rows.batch.max_length == 7
     assert not rows.problems()

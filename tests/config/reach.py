@@ -67,7 +67,8 @@ class Row:
     """A key, and what is seen of a run with each of some values of it.
 
     seen: pairs of a value, or DEFAULT where the key is left out, and what `look` gives (or a Refusal). given: other
-    keys. what: tells rows of one key apart. world: processes. on: backends. terminal: it prints to a terminal.
+    keys. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before.
+    terminal: it prints to a terminal.
     """
 
     key: str
@@ -78,6 +79,7 @@ class Row:
     what: str = ""
     world: int = 1
     on: Sequence[str] = BACKENDS
+    after: Mapping[str, Any] | None = None
     terminal: bool = False
 
     def __str__(self) -> str:
@@ -281,19 +283,21 @@ class Runs:
 
     def _of(self, row: Row, keys: Mapping[str, Any]) -> Run:
         keys = {key: value for key, value in keys.items() if not isinstance(value, str) or value != DEFAULT}
-        identity = json.dumps([keys, row.world, row.terminal], sort_keys=True)
+        identity = json.dumps([keys, row.world, row.after, row.terminal], sort_keys=True)
         if identity not in self._made:
             self._made[identity] = self._run(row, keys)
         return self._made[identity]
 
     def _run(self, row: Row, keys: Mapping[str, Any]) -> Run:
         folder = self.folder / str(len(self._made))
-        config = {key: filled(value, {"{inputs}": self.inputs, "{run}": folder}) for key, value in keys.items()}
         environ = {"HOME": f"{folder}/home", "NETRC": f"{folder}/home/netrc", "TERM": "xterm"}
-        result = run_case(
-            row.world, self.function, config=nested(config), environ=environ, terminal=row.terminal,
-            code_cache=f"{folder}/home/code",
-        )  # fmt: skip
+        before = [] if row.after is None else [{name: keys[name] for name in keys if name != row.key} | row.after]
+        for each in (*before, keys):
+            config = {key: filled(value, {"{inputs}": self.inputs, "{run}": folder}) for key, value in each.items()}
+            result = run_case(
+                row.world, self.function, config=nested(config), environ=environ, terminal=row.terminal,
+                code_cache=f"{folder}/home/code",
+            )  # fmt: skip
         return Run(config, self.inputs, folder, *result, other=lambda **more: self._of(row, {**keys, **more}))
 
 

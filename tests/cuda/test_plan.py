@@ -26,11 +26,15 @@ CASES = [
     Case(LATENT, world=2, pp=2, mtp=True, changes=NARROW_LATENT),
     Case(DELTA, world=2, pp=2, rank=1, changes=SMALL),
 ]
-OF_TE = [Case(DENSE, spec="te", changes=NARROW), Case(MOE, world=4, tp=2, ep=2, etp=1, spec="te", changes=FEW)]
+OF_TE = [Case(DENSE, spec="te", layers=2), Case(MOE, world=4, tp=2, ep=2, etp=1, spec="te", changes=FEW)]
+
+
+def held(planner, case, *, kernels):  # noqa: F811
+    return planner.call("tests.plan.planned:held", case, kernels=kernels)[case.rank]
 
 
 def activations(planner, case, *, kernels):  # noqa: F811
-    return planner.call("tests.plan.planned:held", case, kernels=kernels)[case.rank]["activations"]
+    return held(planner, case, kernels=kernels)["activations"]
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES[:1], [CASES[1], CASES[4], CASES[6]], CASES), ids=str)
@@ -45,9 +49,12 @@ def test_activations_are_those_of_kernels(worker, planner, case):  # noqa: F811
 
 @pytest.mark.parametrize("case", in_tiers([], OF_TE[:1], OF_TE), ids=str)
 def test_a_token_takes_what_is_planned_under_te(te_worker, planner, case):  # noqa: F811
-    """Of 3,072 tokens more. te has workspaces, and a gradient for each shape of weights, that no token changes."""
+    """Of 3,072 tokens more. te has workspaces that no token changes."""
     cases = [dataclasses.replace(case, lengths=tuple(n * length for length in LENGTHS)) for n in (1, 4)]
-    planned = [activations(planner, one, kernels=True) for one in cases]
+    plans = [held(planner, one, kernels=True) for one in cases]
+    planned = [one["activations"] for one in plans]
     real = [te_worker.call("tests.cuda.te_update:update", one, (9, 0)).result.activations for one in cases]
+    workspaces = real[0] - planned[0] - plans[0]["buffers"]  # those of products: one, or four of experts' streams
+    assert 0 <= workspaces < 2e8
     assert real[1] - real[0] <= planned[1] - planned[0] <= 1.1 * (real[1] - real[0])
     assert planned[0] < activations(planner, cases[0], kernels=False)

@@ -98,13 +98,19 @@ def collectives(config: RoleConfig, expected: dict[str, int]) -> None:
     assert found == expected, found
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_weights_travel_once_a_mini_batch(folder, deferred):
+@pytest.mark.parametrize(
+    ("keys", "gathered", "reduced", "in_forward"),
+    [
+        ({"defer_sync": True}, 2 * 4, 2 * 4, 4),
+        ({}, 2 * 4 * 8, 2 * 4 * 4, 4 * 4),  # weights are gathered for the backward pass, too
+        ({"reshard_after_forward": False}, 2 * 4 * (4 + 1), 2 * 4 * 4, 3 + 4),  # but the root's rest, which is freed
+    ],
+    ids=str,
+)
+def test_weights_travel_once_a_mini_batch(folder, keys, gathered, reduced, in_forward):
     """Of four units (two blocks, embedding, the rest), four micro-batches and two mini-batches."""
-    expected = {"train gathered": 2 * 4, "train reduced": 2 * 4, "forward gathered": 4}
-    if not deferred:  # and weights are gathered for the backward pass, too
-        expected = {"train gathered": 2 * 4 * 8, "train reduced": 2 * 4 * 4, "forward gathered": 4 * 4}
-    config = tiny.role(folder("llama"), size=1, backend="fsdp", fsdp=FSDPConfig(defer_sync=deferred))
+    expected = {"train gathered": gathered, "train reduced": reduced, "forward gathered": in_forward}
+    config = tiny.role(folder("llama"), size=1, backend="fsdp", fsdp=FSDPConfig(**keys))
     run_case(2, "tests.engine.test_fsdp_defer:collectives", config=config, expected=expected)
 
 

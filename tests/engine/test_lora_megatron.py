@@ -128,8 +128,8 @@ def test_generation_uses_the_adapters(model, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [nightly("tp2"), "tp2+sp", nightly("pp2")])
 def test_dropout(model, tmp_path, layout):
-    lora = dataclasses.replace(ALL, dropout=0.3)
     """It is off in evaluation (trap 18); ranks that share an input drop the same, and stay equal."""
+    lora = dataclasses.replace(ALL, dropout=0.3)
     given = {"folder": model()[0], "lora": lora, "module": "tests.engine.lora"}
     run(layout, "dropout_trains_and_evaluates_without", **given)
     run(layout, "first_steps_are_guarded", **given)

@@ -116,7 +116,7 @@ def test_norms_take_what_fits():
     assert layers.norm_fits(x, weight)
     assert not layers.norm_fits(x, weight.float())
     assert not layers.norm_fits(x, weight[:4])
-    with pytest.raises(AssertionError, match="a norm that trains: x is torch.bfloat16, its weight torch.float32"):
+    with pytest.raises(AssertionError, match="rms_norm needs one dtype: x is torch.bfloat16, its weight torch.float32"):
         layers.rms_norm(x, weight.float(), 1e-6)
 
 

@@ -20,7 +20,7 @@ from tests.cuda.cases import Case
 
 
 def held(case: Case, *, kernels: bool = False) -> list[dict[str, int]]:
-    """Bytes of parameters, gradients, optimizer and activations on every rank: a list by rank. kernels: of mrl's."""
+    """Bytes of parameters, buffers, gradients, optimizer and activations on every rank: a list by rank. kernels: of mrl's."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     if case.lora:
         models.write_zeros(folder)
@@ -36,7 +36,7 @@ def held(case: Case, *, kernels: bool = False) -> list[dict[str, int]]:
         stage = stages[at.pp_rank]
         order = schedule.passes(at.pp_rank, pp=case.pp, vpp=case.vpp, micro_batches=case.micro_batches)
         found.append({
-            "parameters": stage.parameters, "gradients": stage.gradients,
+            "parameters": stage.parameters, "buffers": stage.buffers, "gradients": stage.gradients,
             "optimizer": stage.optimizer(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank),
             "activations": most_activations(order, stage.chunks, case.micro_batches),
         })  # fmt: skip

@@ -52,7 +52,14 @@ CASES = [
 
 
 LORA = {"lora": LoraConfig(rank=3)}
-IN_CI = [CASES[2], CASES[10], CASES[14], CASES[20]]  # of two ranks; `make test-nightly` runs them all
+IN_CI = [
+    CASES[2],
+    CASES[10],
+    CASES[12],
+    CASES[14],
+    CASES[16],
+    CASES[20],
+]  # of two ranks; `make test-nightly` runs them all
 
 
 @pytest.mark.slow

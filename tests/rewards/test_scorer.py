@@ -77,6 +77,8 @@ def test_what_fails_for_a_while_is_asked_again_after_a_pause(path, tmp_path):
         began_s = time.monotonic()
         assert scoring.score(samples(f"busy {tmp_path / 'tries'}")).totals == (1.0,)
     assert time.monotonic() - began_s > 0.5 * (0.4 + 0.8)
+    with scorer({"function": f"{path}:script"}, retries=2, retry_wait_s=30.0, concurrency=3) as scoring:
+        assert (scoring._pool._retries.wait_s, scoring._pool._concurrency) == (30.0, 3)
 
 
 def test_a_fault_names_the_users_own_line_and_keeps_traceback_and_completion(path, tmp_path, capfd):

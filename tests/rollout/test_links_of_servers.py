@@ -76,6 +76,14 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(two, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.parametrize("bucket_mb, count", [(1, 3), (2, 2), (4, 1)])
+def test_buckets_have_the_size_that_is_given(two, tmp_path, bucket_mb, count):
+    """Of weights of 2.25 MB."""
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc", bucket_mb=bucket_mb)
+    sampler.update_weights((str(i), torch.zeros(3 * 2**16)) for i in range(3))
+    assert two[0].paths().count("/update_weights") == count
+
+
 def dies(server: Replay):
     """A fault: the server hangs up, and nobody reaches it any more."""
 

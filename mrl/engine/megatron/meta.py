@@ -242,7 +242,7 @@ def measure(
                 coords=model.coords,
                 parameters=frozen + sum(b.elements * b.parameter_bytes for b in in_buffers),
                 trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
-                buffers=_buffer_bytes(config, model, chunks),
+                buffers=_buffer_bytes(config, model, chunks) + _placeholder_bytes(config, model, chunks, spec),
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
                 dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
@@ -265,6 +265,20 @@ def _buffer_bytes(config: RoleConfig, model: Any, chunks: Sequence[Any]) -> int:
     own = sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers())
     wanted = userbuffers.BufferShape.of(config.engine, model.transformer.hidden_size, model.dims)
     return own + (0 if wanted is None else wanted.nbytes)
+
+
+def _placeholder_bytes(config: RoleConfig, model: Any, chunks: Sequence[Any], spec: Spec) -> int:
+    """Returns bytes of what transformer-engine's layers return as gradients of weights.
+
+    They add the gradients themselves to megatron's fp32 ones. For autograd they keep an empty tensor for each shape of
+    weights (2.20.2, module/base.py `get_dummy_wgrad`).
+    """
+    fused = config.engine.megatron.get("gradient_accumulation_fusion", "activations" not in config.engine.offload)
+    if spec != "te" or not fused:
+        return 0
+    layers = [parameter for chunk in chunks for name, parameter in chunk.decoder.named_parameters()
+              if parameter.requires_grad and parameter.dim() > 1 and ".adapter." not in name]  # fmt: skip
+    return sum(math.prod(shape) for shape in {one.shape[-2:] for one in layers}) * model.dtype.itemsize
 
 
 def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:

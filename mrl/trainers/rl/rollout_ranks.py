@@ -134,7 +134,7 @@ class _SampledModel:
         own, trained = self._engine.chosen.get("layer_spec"), chosen.get("layer_spec")
         if own != trained:
             why = f"is {trained} on the ranks that train and {own} on those of rollout.ranks"
-            fix = "install the same packages on all hosts, or set local"
+            fix = "set local, or install the same packages on all hosts"
             raise ConfigError("actor.engine.layer_spec", self._engine.config.engine.layer_spec, why, fix)
         self._engine.init_model()
 

@@ -23,13 +23,6 @@ def answers(folder, iteration=0, series="step"):
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["row"])]
 
 
-def function(tmp_path, body):
-    """The section `rewards` with a function of (prompt, completion, row)."""
-    file = tmp_path / "rewards.py"
-    file.write_text(f"def score(prompt, completion, row):\n    {body}\n")
-    return {"functions": [{"function": f"{file}:score"}], "workers": 1}
-
-
 # -- every algorithm -------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +134,7 @@ SIGNAL_IN_SOME = "return float(len(completion)) if int(row['answer']) % 2 else 1
 def test_dynamic_sampling_takes_other_prompts(inputs, tmp_path):
     """Half of the prompts give one reward to all: their groups are left out and shown, others come instead."""
     folder = tmp_path / "run"
-    train(tiny_policies.make_config(inputs, folder, "dapo", rewards=function(tmp_path, SIGNAL_IN_SOME)))
+    train(tiny_policies.make_config(inputs, folder, "dapo", rewards=tiny_policies.rewards_by(tmp_path, SIGNAL_IN_SOME)))
     groups = answers(folder)
     trained = [group for group in groups if group[0]["advantage"] is not None]
     rejected = [group for group in groups if group[0]["advantage"] is None]
@@ -157,7 +150,7 @@ def test_dynamic_sampling_takes_other_prompts(inputs, tmp_path):
 
 def test_dynamic_sampling_that_finds_too_few_says_what_it_found(inputs, tmp_path):
     config = tiny_policies.make_config(
-        inputs, tmp_path / "run", "dapo", rewards=function(tmp_path, "return 1.0"), algorithm={"max_sampling_rounds": 2}
+        inputs, tmp_path / "run", "dapo", rewards=tiny_policies.rewards_by(tmp_path, "return 1.0"), algorithm={"max_sampling_rounds": 2}
     )  # fmt: skip
     message = train(config, ended="TrainingError")
     assert message.startswith(
@@ -217,7 +210,7 @@ def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     """
     stop_at = 4 if name == "dapo" else None
     changes = {
-        "rewards": function(tmp_path, SIGNAL_IN_SOME), "data": {"eval": str(inputs / "eval.jsonl")},
+        "rewards": tiny_policies.rewards_by(tmp_path, SIGNAL_IN_SOME), "data": {"eval": str(inputs / "eval.jsonl")},
         "train": {"steps": 4, "eval_every": 2},
     }  # fmt: skip
     train(tiny_policies.make_config(inputs, tmp_path / "first", name, **changes))

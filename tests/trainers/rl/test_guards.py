@@ -146,17 +146,10 @@ def test_a_fault_in_the_second_step_leaves_the_checkpoint_of_the_first(inputs, t
 # -- what is right ---------------------------------------------------------------------------------------------------------
 
 
-def rewards(tmp_path, body):
-    """The section `rewards` with a function of (prompt, completion, row)."""
-    file = tmp_path / "rewards.py"
-    file.write_text(f"def score(prompt, completion, row):\n    {body}\n")
-    return {"functions": [{"function": f"{file}:score"}], "workers": 1}
-
-
 @pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = tiny_policies.make_config(
-        inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
+        inputs, tmp_path / "run", name, rewards=tiny_policies.rewards_by(tmp_path, "return 0.0"), train={"steps": 4}
     )
     ended, message, said = train(config)
     assert (ended, message) == ("done", "")
@@ -197,7 +190,7 @@ def test_conversations_that_end_by_the_limit_of_tokens_are_told_of():
 
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
     """Its head stays at zero then, so that it has a gradient in a later step, and what is below it in the one after that."""
-    steps, sparse = 12, rewards(tmp_path, "return float(row['answer'] == '6')")
+    steps, sparse = 12, tiny_policies.rewards_by(tmp_path, "return float(row['answer'] == '6')")
     config = tiny_policies.make_config(
         inputs, tmp_path / "run", "ppo", rewards=sparse, train={"steps": steps}, data={"shuffle": False},
         algorithm={"mini_batch_size": 3},

@@ -114,6 +114,17 @@ def distributions(model, row):
     return found[torch.tensor(row["mask"][1:]) == 1]
 
 
+def test_a_source_names_the_teacher_of_its_rows(inputs, tmp_path):
+    """The second has the student's own weights."""
+    reference = {"others": {"second": {"model": {"path": str(inputs / "model")}}}}
+    found = []
+    for data in ({}, {"teacher": "second"}):
+        run = tmp_path / str(len(data))
+        train(make_config(inputs, run, "opd", reference=reference, data=data, train={"guards": False}))
+        found.append(tiny_policies.metrics_of(run)[0]["actor/kl"])
+    assert found[0] != 0 and found[1] == 0
+
+
 def check_step(inputs, run, loss, top_k, teachers, of_rows=None):
     """The only step of a run against Hugging Face models. teachers: name -> folder, None for that of rows that name none.
     of_rows: the rows of data.train, where some name one."""

@@ -37,6 +37,13 @@ def prompt(numbers: list[int]) -> dict[str, str]:
     return {"prompt": "+".join(map(str, numbers)) + "=", "answer": str(sum(numbers))}
 
 
+def rewards_by(folder: pathlib.Path, body: str) -> dict[str, Any]:
+    """The section `rewards` with a function of (prompt, completion, row), whose file is in `folder`."""
+    file = folder / "rewards.py"
+    file.write_text(f"def score(prompt, completion, row):\n    {body}\n")
+    return {"functions": [{"function": f"{file}:score"}], "workers": 1}
+
+
 def rows_of_two(inputs: pathlib.Path, folder: pathlib.Path, every: int) -> tuple[list[dict[str, str]], str]:
     """The rows of `inputs`, of which each `every`-th names a second teacher, and their file in `folder`."""
     rows = enumerate(read_rows(inputs / "train.jsonl"))
