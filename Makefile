@@ -19,6 +19,8 @@ ifndef PYTHON
 PYTHON := $(or $(wildcard $(VENV)/bin/python),$(PYTHON3.12),$(PYTHON3.11),python3)
 endif
 PYTEST_ARGS ?=
+# `make test` runs the fast tier, or also the slow one, as CI does: TIERS="fast slow".
+TIERS ?= fast
 # Two tests at a time, those of a file in one process: its worlds and models are made once.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
@@ -48,10 +50,10 @@ quickstart: $(CORE_STAMP)
 quickstart-ppo: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/reinforce.py ppo
 
-test: $(TE_STAMP)
-	$(BIN)/python $(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
+# The slow tier runs in the order of tests/conftest.py, and not the files with most tests first.
+test: $(TE_STAMP) $(if $(filter slow,$(TIERS)),$(TEST_VLLM))
+	$(BIN)/python $(PYTEST) $(if $(filter slow,$(TIERS)),--no-loadscope-reorder -m "not nightly",-m "not slow and not nightly") $(PYTEST_ARGS)
 
-# In the order of tests/conftest.py, and not the files with most tests first.
 test-slow: $(TE_STAMP) $(TEST_VLLM)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
 

@@ -83,11 +83,10 @@ OTHERS = [
 ROWS = {str(row): row for row in [*QUICK, *OTHERS]}
 IN_CI = [
     ROWS[name] for name in (
-        "experts local grouped_mm", "experts fsdp", "dense te", "latent te", "latent local decode",
-        "experts local decode graphs", "dense te decode graphs", "delta local decode graphs",
+        "experts local grouped_mm", "dense te", "latent te", "dense te decode graphs", "delta local decode graphs",
     )
 ]  # fmt: skip
-"""Of OTHERS those of CI's slow tier: each model, part and layer spec. The rest is of the nightly one."""
+"""Of OTHERS those of CI's slow tier: each model, step and layer spec. The rest is of the nightly one."""
 
 
 @dataclasses.dataclass(frozen=True)

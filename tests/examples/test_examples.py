@@ -238,7 +238,7 @@ def test_a_third_of_the_quickstart_and_20_steps_of_its_grpo_learn_to_add(half):
     assert "convert export" in said, "the run made its first steps again"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_loop_over_http_learns_to_add(half):
     """By the real client, from the model of the quickstart that the server has."""
     folder, _ = half

@@ -20,6 +20,12 @@ def test_there_are_four_programs():
     assert len(GROUPS) == 4, GROUPS
 
 
+def test_a_change_of_what_all_tests_share_leaves_out_nothing():
+    [names] = re.findall(r"tests/\((__init__[a-z_|]+)\)", (ROOT / ".ci" / "run").read_text())
+    shared = {file.stem for file in (ROOT / "tests").glob("*.py") if not file.stem.startswith("test_")}
+    assert set(names.split("|")) == shared
+
+
 @pytest.mark.parametrize("paths", GROUPS, ids=lambda paths: paths[0])
 def test_each_program_keeps_a_test(paths):
     files = [

@@ -7,7 +7,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.cases import STOP
 from tests.rollout.environments import write_environments
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 # name -> (backend, degrees), all on two processes
 LAYOUTS = {
@@ -37,10 +37,13 @@ def without_log_probs(trajectories):
     return [{k: v for k, v in t.items() if k != "log_probs"} for t in trajectories]
 
 
-@pytest.mark.parametrize("kind", slow_but(["stop texts"], ["stop texts", "Count"]))
-def test_the_same_trajectories_in_every_layout(folder, path, kind):
+KINDS = [("stop texts", [*LAYOUTS]), ("Count", ["fsdp dp2", "megatron tp2"]), ("Count", ["fsdp dp2", "megatron pp2"])]
+
+
+@pytest.mark.parametrize("kind, layouts", in_tiers(KINDS[:1], KINDS[1:2], KINDS))
+def test_the_same_trajectories_in_every_layout(folder, path, kind, layouts):
     keys = {"environment": f"{path}:Count", "room": 80} if kind == "Count" else {"stop": STOP}
-    first, *others = [run("samples", layout, folder, **keys) for layout in LAYOUTS]
+    first, *others = [run("samples", layout, folder, **keys) for layout in layouts]
     assert len(first) == 8 and len({tuple(t["tokens"]) for t in first}) == 8, "no two samples are alike"
     if kind == "Count":
         assert max(t["turns"] for t in first) == 3 and all(t["reward"] is not None for t in first)

@@ -264,7 +264,7 @@ def indices_of(run: pathlib.Path) -> list[list[int]]:
 def restarted(config, inputs, server, happening="killed_at", **how) -> str:
     """The server ends or hangs as step 3 begins to train; goes on with another one. Returns what is printed then."""
     ended = "ServerError" if happening.startswith("killed") else "stopped"
-    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 20}}})
+    config = tiny_policies.merge(config, {"rollout": {"server": {"timeout_s": 10}}})
     message = train(config, ended=ended, happening=happening, pid=server.process.pid, step=3, **how)
     assert ended == "stopped" or "steps 1 to 4 are saved in" in message
     server.close()
