@@ -52,7 +52,8 @@ class PPO(TrainingCommand[PPOConfig]):
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         from mrl.algorithms.recipes import RECIPES
 
-        parts = dataclasses.asdict(RECIPES[data["algorithm"]["name"]])
+        recipe = RECIPES.get(data["algorithm"]["name"])  # a resume asks before the name is checked
+        parts = {} if recipe is None else dataclasses.asdict(recipe)
         if data["rollout"].get("async_level"):
             parts["correction"] = "truncate"
         return {f"algorithm.{name}": value for name, value in parts.items()} | {

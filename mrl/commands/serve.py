@@ -91,9 +91,9 @@ class Serve(TrainingCommand[ServeConfig]):
 def check_positions(config: ServeConfig, hf_config: Mapping[str, Any]) -> None:
     """Raises ConfigError for sequences that are longer than the model of a config.json has positions."""
     from mrl.errors import ConfigError
-    from mrl.inference.places import positions_of  # it imports torch
+    from mrl.inference.places import limit_of  # it imports torch
 
-    limit, limited_by = positions_of(hf_config)
+    limit, limited_by = limit_of(hf_config)
     if limit is not None and config.serve.max_length > limit:
         why = f"is above {limited_by}"
         raise ConfigError("serve.max_length", config.serve.max_length, why, f"give at most {limit}")

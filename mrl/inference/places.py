@@ -18,7 +18,7 @@ from mrl.engine.fsdp.positions import length_dependent_positions
 from mrl.errors import ModelError, quoted
 from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.weights.adapter_folder import is_adapter
-from mrl.weights.hf_config import GGUF
+from mrl.weights.hf_config import GGUF, positions_of
 from mrl.weights.hub import model_folder
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, is_imported
@@ -67,7 +67,7 @@ def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
             dtype = _name(main_dtype(reader.tensors))
     if dtype is None and isinstance(raw, dict):
         dtype = _name(raw.get("dtype") or raw.get("torch_dtype"))
-    limit, limited_by = positions_of(raw)
+    limit, limited_by = limit_of(raw)
     return PlaceConfig(
         given=given, what=what, folder=folder, tokenizer=folder, dtype=dtype or "bfloat16", limit=limit,
         limited_by=limited_by,
@@ -79,7 +79,7 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
     with open_any(folder) as source:
         if source.head != "lm":
             raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")
-        limit, limited_by = positions_of(source.hf_config)
+        limit, limited_by = limit_of(source.hf_config)
         beside = is_adapter(folder) and any((folder / name).is_file() for name in TOKENIZER_FILES)
         return PlaceConfig(
             given=given,
@@ -99,7 +99,7 @@ def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
     return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"
 
 
-def positions_of(hf_config: Any) -> tuple[int | None, str]:
+def limit_of(hf_config: Any) -> tuple[int | None, str]:
     """Returns the number of positions in config.json, None if it states none, and a name for them.
 
     If a rotary embedding follows the length of a sequence, they are the positions before it begins to. A sequence that
@@ -111,12 +111,8 @@ def positions_of(hf_config: Any) -> tuple[int | None, str]:
     if following is not None and following[1] is not None:
         kind, limit = following
         return limit, f'the {limit} positions up to which the model\'s rotary embedding "{kind}" is the same for all'
-    text = hf_config.get("text_config")
-    for fields in (text if isinstance(text, dict) else {}, hf_config):
-        for name in ("max_position_embeddings", "n_positions"):
-            if type(fields.get(name)) is int and fields[name] > 0:
-                return fields[name], f"the model's {fields[name]} positions"
-    return None, ""
+    limit = positions_of(hf_config)
+    return limit, "" if limit is None else f"the model's {limit} positions"
 
 
 @contextlib.contextmanager

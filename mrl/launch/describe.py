@@ -8,6 +8,7 @@ from mrl.config.checks import micro_batch_tokens
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import dump_config
 from mrl.config.schema import DivergenceConfig, EngineConfig, TrainConfig
+from mrl.launch.preflight import position_notes
 from mrl.parallel import ParallelDims
 from mrl.words import pluralize
 
@@ -17,7 +18,8 @@ def describe(
 ) -> Iterator[str]:
     """Yields lines of YAML, with comments at the end."""
     yield from dump_config(config).splitlines()
-    for line in (*_notes(parts, layouts), *command.rate_notes(config), *command.describe(config, parts, layouts)):
+    notes = (*_notes(parts, layouts), *position_notes(command, config, parts), *command.rate_notes(config))
+    for line in (*notes, *command.describe(config, parts, layouts)):
         yield f"# {line}"
 
 

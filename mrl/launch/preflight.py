@@ -128,6 +128,21 @@ def check_layout(
     return made
 
 
+def position_notes(command: TrainingCommand, config: Config, parts: Sequence[Part]) -> list[str]:
+    """Returns a line for each model that is made for fewer positions than the run's longest sequence may have."""
+    with quiet():
+        from mrl.weights.hf_config import positions_of
+
+    longest, key = command.longest(config)
+    noted: dict[str, str] = {}
+    for part in parts:
+        limit = positions_of(part.hf)
+        if limit is not None and longest > limit:
+            why = f"the model is made for {limit} positions; sequences have up to {longest} tokens ({key})"
+            noted.setdefault(part.model.path, f"{part.key('model.path')}: {why}")
+    return list(noted.values())
+
+
 def _check_attention(parts: Sequence[Part]) -> None:
     """Raises ConfigError if models of a run want different kernels of attention.
 

@@ -65,7 +65,7 @@ def start(
         return None
     if _has_vllm_inside(config):
         vllm_start.check_version(vllm_start.installed())
-    for note in command.rate_notes(config) if shows else ():
+    for note in (*preflight.position_notes(command, config, parts), *command.rate_notes(config)) if shows else ():
         print(note, flush=True)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):

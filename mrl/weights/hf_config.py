@@ -41,6 +41,27 @@ def pad_token_of(hf_config: dict[str, Any]) -> int | None:
     return (hf_config.get("text_config") or hf_config).get("pad_token_id")
 
 
+def positions_of(hf_config: Mapping[str, Any]) -> int | None:
+    """Returns the positions that a model is made for; None if its config.json states none.
+
+    A rotary embedding that is stretched by a factor has so many times its original ones, as transformers' YaRN.
+    """
+    text = hf_config.get("text_config")
+    for fields in (text if isinstance(text, Mapping) else {}, hf_config):
+        for name in ("max_position_embeddings", "n_positions"):
+            stated = fields.get(name)
+            if type(stated) is not int or stated < 1:
+                continue
+            positions = [stated]
+            for rope in (fields.get("rope_parameters"), fields.get("rope_scaling")):
+                rope = rope if isinstance(rope, Mapping) else {}
+                factor, original = rope.get("factor", 1), rope.get("original_max_position_embeddings")
+                if type(factor) in (int, float) and type(original) is int:
+                    positions.append(int(factor * original))
+            return max(positions)
+    return None
+
+
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Returns the config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"

@@ -141,6 +141,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
         ({"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
         ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
+        ({"algorithm": {"name": "grop"}}, "algorithm.name"),
     ],
 )
 def test_ppo_what_breaks_the_run_is_refused(sections, key):

@@ -149,6 +149,9 @@ def test_names_of_the_positions_and_dtypes(tmp_path):
     longrope = {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config | longrope))
     assert find_model(str(folder)).limit == 32, "beyond, keys would be of another length than the sequence's"
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    (folder / "config.json").write_text(json.dumps(config | yarn))
+    assert find_model(str(folder)).limit == 256, "many models leave max_position_embeddings as it was"
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     (folder / "model.safetensors").rename(folder / "of_another_layout.safetensors")
     assert find_model(str(folder)).dtype == "bfloat16"

@@ -14,7 +14,7 @@ from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.launch import preflight, start
 from mrl.rollout import vllm_start
-from tests.bad_input.mistakes import Workspace
+from tests.bad_input.mistakes import Workspace, set_model
 from tests.data.tiny_tokenizers import turns, write_jsonl
 from tests.trainers import tiny_runs
 
@@ -44,6 +44,16 @@ def test_roles_share_the_kernel_of_attention(folder):
     ), refused.output
     fused = EngineConfig(attention="fused")
     preflight._check_attention([Part(role, ModelConfig(path="m"), fused) for role in ("actor", "reference")])
+
+
+def test_a_model_of_fewer_positions_is_said_once(folder):
+    """Its rotary embedding computes on, whatever the length."""
+    set_model(max_position_embeddings=128)(Workspace(folder))
+    given = ["data.max_prompt_length=100", "rollout.max_new_tokens=29"]
+    why = "the model is made for 128 positions; sequences have up to {} tokens (data.max_prompt_length 100 + "
+    said = dry_run_of_ppo(*given).stdout
+    assert said.count(why.format(129)) == 1 and f"# actor.model.path: {why.format(129)}" in said, said
+    assert "is made for" not in dry_run_of_ppo(given[0], "rollout.max_new_tokens=28").stdout
 
 
 def test_roles_share_the_buffers_of_tensor_parallel_communication(folder):
