@@ -133,7 +133,7 @@ def on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
     all_parts, mask = key_ranges(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
     outs, all_sums = [], []
     for part in all_parts:
-        q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
+        q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
         out, sums = kernel(q, k, v, 0.0, part.causal, attn_mask=mask(part), scale=scale)
         outs.append(out)
         all_sums.append(sums)
@@ -154,8 +154,8 @@ def back_on_cpu(
     all_parts, mask = key_ranges(query.shape[2], key.shape[2], window), _masks(window, query.dtype)
     totals: list[Tensor] = []
     for part in all_parts:
-        q, k, v = query[:, :, part.queries], key[:, :, part.keys], value[:, :, part.keys]
-        g, o, s = grad[:, :, part.queries], out[:, :, part.queries], sums[:, :, part.queries]
+        q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
+        g, o, s = (_rows(tensor, part.queries) for tensor in (grad, out, sums))
         grads = kernel(g, q, k, v, o, s, 0.0, part.causal, attn_mask=mask(part), scale=scale)
         if len(all_parts) == 1 and k.shape == key.shape:
             return grads
@@ -164,6 +164,11 @@ def back_on_cpu(
         for total, one, where in zip(totals, grads, (part.queries, part.keys, part.keys), strict=True):
             total[:, :, where] += one
     return tuple(total.to(query.dtype) for total in totals)
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Returns `tensor[:, :, rows]`, and the tensor itself if that is all of it."""
+    return tensor if rows == slice(0, tensor.shape[2]) else tensor[:, :, rows]
 
 
 def _masks(window: int | None, dtype: torch.dtype) -> Callable[[KeyRange], Tensor | None]:

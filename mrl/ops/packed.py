@@ -146,8 +146,12 @@ def _back_on_cpu(
 
 
 def _of_run(tensor: Tensor, start: int, count: int, length: int) -> Tensor:
-    """Returns a view [count, heads, length, ..] of a run's part of [T, heads, ..]."""
-    return tensor[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+    """Returns a view [count, heads, length, ..] of a run's part of [T, heads, ..]. One operator: short runs are many."""
+    (of_token, of_head, *rest), (_, heads, *sizes) = tensor.stride(), tensor.shape
+    return tensor.as_strided(
+        (count, heads, length, *sizes), (length * of_token, of_head, of_token, *rest),
+        tensor.storage_offset() + start * of_token,
+    )  # fmt: skip
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
