@@ -26,7 +26,7 @@ from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
-from mrl.errors import CheckpointError, ModelError, quoted
+from mrl.errors import CheckpointError, ModelError, UserError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
 from mrl.weights.companions import check_companions, companion_files
@@ -63,11 +63,15 @@ class HFFiles:
         return {name: info for tensors in self.files.values() for name, info in tensors}
 
 
+READING_ERRORS = (OSError, RuntimeError, UserError)
+"""Errors of reading a checkpoint whose files a run removes."""
+
+
 class Checksums:
     """Reads the large files of a checkpoint in threads and compares their checksums, until `close`."""
 
     def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
-        self._stop = threading.Event()
+        self.folder, self._stop = folder, threading.Event()
         pool = concurrent.futures.ThreadPoolExecutor(atomic_checkpoint.THREADS)
         check = functools.partial(atomic_checkpoint.check_file, str(folder), content=True, stop=self._stop)
         large = [file for file in sorted(files) if files[file]["size"] > atomic_checkpoint.SMALL_BYTES]
@@ -106,6 +110,11 @@ class Source:
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
 
     @property
+    def place(self) -> Path:
+        """The checkpoint, or the folder of another model."""
+        return self.folder if self.checksums is None else self.checksums.folder
+
+    @property
     def mtp(self) -> int:
         """Returns how many MTP layers the reader has, beside those that are carried."""
         if OWN_COUNT in self.hf_config:
@@ -130,8 +139,10 @@ class Source:
     def __enter__(self) -> "Source":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, READING_ERRORS) and not self.place.exists():
+            raise removed(self.place) from error
 
 
 def open_hf(path: str | Path) -> Source:
@@ -304,6 +315,23 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     role: whose weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
+    try:
+        return _open_whole(folder, model, role)
+    except READING_ERRORS as error:
+        if folder.exists():
+            raise
+        if folder == Path(path):
+            raise removed(folder) from error
+    return open_checkpoint(path, model=model, role=role)  # its run has a newer one
+
+
+def removed(folder: Path) -> CheckpointError:
+    """Returns the error on a checkpoint that was there before it was read."""
+    why = "was removed while it was read: a run keeps its newest checkpoints (checkpoint.keep)"
+    return CheckpointError(folder, why=why, fix="give the run or a newer one, or raise checkpoint.keep")
+
+
+def _open_whole(folder: Path, model: str | None, role: str | None) -> Source:
     marker = atomic_checkpoint.validate(str(folder))
     checksums = Checksums(folder, marker.files)
     try:

@@ -102,19 +102,21 @@ def test_count_reads_all(inputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "first", "number", "cuts"),
+    ("name", "keys", "first", "number", "cuts"),
     [
-        ("sft", "data.max_length=15", "train.jsonl:3: 17 tokens, 2 train; too long", 4, "right or left or drop"),
-        ("dpo", "data.max_length=15", "pairs.jsonl:1: chosen: 15 tokens, 2 train; too long", 6, "drop"),
-        ("grpo", "data.max_prompt_length=11", "pairs.jsonl:1: prompt: 12 tokens, a prompt; too long", 6, "left or drop"),
+        ("sft", ["data.max_length=15"], "train.jsonl:3: 17 tokens, 2 train; too long", 4, "right or left or drop"),
+        ("dpo", ["data.max_length=15"], "pairs.jsonl:1: chosen: 15 tokens, 2 train; too long", 6, "drop"),
+        (
+            "grpo", ["data.max_prompt_length=11", "data.columns={chosen: answer}"],
+            "pairs.jsonl:1: prompt: 12 tokens, a prompt; too long", 6, "left or drop",
+        ),
     ],
-)
-def test_rows_that_are_too_long_for_the_run_are_shown_and_counted(inputs, name, limit, first, number, cuts):
+)  # fmt: skip
+def test_rows_that_are_too_long_for_the_run_are_shown_and_counted(inputs, name, keys, first, number, cuts):
     """The lengths of all rows are what one chooses the limit by."""
-    whole = show(inputs, name, "--count", "--rows", "0", "data.columns={chosen: answer}" if name == "grpo" else "seed=0")
-    words = ["data", "show", str(inputs / f"{name}.yaml"), "--count", "--rows", "9", limit]
-    words += ["data.columns={chosen: answer}"] if name == "grpo" else []
-    done = CliRunner().invoke(cli.main, words)
+    limit, *others = keys
+    whole = show(inputs, name, "--count", "--rows", "0", *others)
+    done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), "--count", "--rows", "9", *keys])
     out = done.stdout.replace(f"{inputs}/", "")
     assert done.exit_code == 2 and first in out.splitlines() and whole[-2] in out.splitlines()
     assert f"rows used: {int(whole[-1].split()[2][:-1]) - number}, " in out
