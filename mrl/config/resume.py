@@ -125,7 +125,8 @@ def _innermost(
         names = [name for name, (one, other) in pairs.items() if one != other]
         if names and key not in whole:
             return _innermost(f"{key}.{names[0]}", *pairs[names[0]], whole)
-        return key, *(_mapped({n: value[n] for n in names if n in value}) for value in (before, after))
+        before, after = ({n: value[n] for n in names if n in value} for value in (before, after))
+        return key, _mapped(before), _mapped(after)
     meant = {name.removeprefix(f"{key}."): value for name, value in defaults.items()}
     texts = [
         _mapped({n: v for n, v in value.items() if _plain(v) != meant.get(n, ABSENT)})

@@ -188,6 +188,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
+    _check_not_removed(folder)
     if folder.exists():
         raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
@@ -326,9 +327,15 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
 
 
 def removed(folder: Path) -> CheckpointError:
-    """Returns the error on a checkpoint that was there before it was read."""
-    why = "was removed while it was read: a run keeps its newest checkpoints (checkpoint.keep)"
-    return CheckpointError(folder, why=why, fix="give the run or a newer one, or raise checkpoint.keep")
+    """Returns the error on a checkpoint that a run has removed, perhaps while it was read."""
+    why = "was removed by its run, which has a newer one"
+    return CheckpointError(folder, why=why, fix="give the run again, or raise its checkpoint.keep")
+
+
+def _check_not_removed(folder: Path) -> None:
+    latest = folder.parent / atomic_checkpoint.LATEST
+    if not folder.exists() and latest.is_file() and folder.name < latest.read_text(encoding="utf-8"):
+        raise removed(folder)
 
 
 def _open_whole(folder: Path, model: str | None, role: str | None) -> Source:
@@ -421,6 +428,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     if path.name == atomic_checkpoint.LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
+        _check_not_removed(path)
         fix = f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         raise CheckpointError(path, why="no such folder", fix=fix)
     if (path / MARKER).is_file():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.config.command import RowsRunConfig, TrainingCommand, command_of_yaml, commands_with_sections, record
-from mrl.config.keys import section_keys, value_at, walk_keys
+from mrl.config.keys import value_at, walk_keys
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
@@ -256,8 +256,8 @@ class OpenRows:
 
     def refusal(self) -> DataError:
         """Returns what a run says of the rows that are too long."""
-        data, name = self.config.data, _limit_of(self.config.data)
-        [cuts] = [key.annotation for key in section_keys(type(data)) if key.path == "truncation"]
+        name = _limit_of(self.config.data)
+        [cuts] = [key.annotation for key in walk_keys(self.command.root) if key.path == "data.truncation"]
         rows = pluralize(len(self.too_long), "row that was read is", "rows that were read are")
         why = f"{rows} longer than data.{name} {self.limit}, as {self.too_long[0]}, and a run stops there"
         fix = f"raise it, or set data.truncation to {' or '.join(typing.get_args(cuts)[1:])}"
