@@ -22,11 +22,12 @@ from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
 from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
+from mrl.convert.resolving import READING_ERRORS, check_not_removed, checkpoint_folder, removed
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
-from mrl.errors import CheckpointError, ModelError, UserError, quoted
+from mrl.errors import CheckpointError, ModelError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
 from mrl.weights.companions import check_companions, companion_files
@@ -35,7 +36,7 @@ from mrl.weights.families import family_for, family_of
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
-from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, check_architecture, read_description
+from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
 from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
@@ -61,10 +62,6 @@ class HFFiles:
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: info for tensors in self.files.values() for name, info in tensors}
-
-
-READING_ERRORS = (OSError, RuntimeError, UserError)
-"""Errors of reading a checkpoint whose files a run removes."""
 
 
 class Checksums:
@@ -188,7 +185,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    _check_not_removed(folder)
+    check_not_removed(folder)
     if folder.exists():
         raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
@@ -326,18 +323,6 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     return open_checkpoint(path, model=model, role=role)  # its run has a newer one
 
 
-def removed(folder: Path) -> CheckpointError:
-    """Returns the error on a checkpoint that a run has removed, perhaps while it was read."""
-    why = "was removed by its run, which has a newer one"
-    return CheckpointError(folder, why=why, fix="give the run again, or raise its checkpoint.keep")
-
-
-def _check_not_removed(folder: Path) -> None:
-    latest = folder.parent / atomic_checkpoint.LATEST
-    if not folder.exists() and latest.is_file() and folder.name < latest.read_text(encoding="utf-8"):
-        raise removed(folder)
-
-
 def _open_whole(folder: Path, model: str | None, role: str | None) -> Source:
     marker = atomic_checkpoint.validate(str(folder))
     checksums = Checksums(folder, marker.files)
@@ -417,39 +402,6 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         _copies(names, reader, family, hf_config, head), template, skipped_tensors=skipped, notes=notes,
         adapters=adapters, end_tokens=state.get("end_tokens") if head == "lm" else None,
     )  # fmt: skip
-
-
-def checkpoint_folder(path: str | Path) -> Path:
-    """Returns the whole checkpoint at `path`: itself, the one named there (like `latest`), or the newest in it.
-
-    A run in progress soon has a newer one.
-    """
-    path = Path(path)
-    if path.name == atomic_checkpoint.LATEST and path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8").strip()
-    if not path.is_dir():
-        _check_not_removed(path)
-        fix = f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
-        raise CheckpointError(path, why="no such folder", fix=fix)
-    if (path / MARKER).is_file():
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    checkpoint = atomic_checkpoint.find_checkpoint(str(root))
-    if checkpoint is None:
-        wrong = atomic_checkpoint.damage(str(root))
-        if wrong:
-            raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
-        if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
-            why = f"has no {MARKER}: it is no whole checkpoint"
-            raise CheckpointError(path, why=why, fix="make it again, or use another")
-        if (path / "config.json").is_file():
-            why = "is a Hugging Face folder, and an export starts from a checkpoint"
-            raise CheckpointError(path, why=why, fix="see `mrl convert import`")
-        if (path.parent / MARKER).is_file():
-            raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
-        fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
-        raise CheckpointError(path, why="holds no whole checkpoint of mrl", fix=fix)
-    return Path(checkpoint)
 
 
 def _model_of(

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from mrl.config.inference import PlaceConfig
 from mrl.convert.opening import open_any
-from mrl.convert.sources import Source, checkpoint_folder
+from mrl.convert.resolving import checkpoint_folder
+from mrl.convert.sources import Source
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
 from mrl.engine.fsdp.positions import length_dependent_positions
