@@ -133,7 +133,11 @@ class _Group(click.Group):
 
 
 class _OfKeys(click.Command):
-    """A command that takes KEY=VALUE. It says so if an option is unknown."""
+    """A command that takes KEY=VALUE. It says so if an option is unknown, or what to do `instead`."""
+
+    def __init__(self, *, instead: Mapping[str, str], **given: Any) -> None:
+        super().__init__(**given)
+        self._instead = instead
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -141,7 +145,8 @@ class _OfKeys(click.Command):
         except click.NoSuchOption as error:
             near = [name for name in error.possibilities or () if name != "--help"]
             if not near:
-                error.message = f"{error.message.rstrip('.')}; a key of the config is set as KEY=VALUE, as in seed=1."
+                advice = self._instead.get(error.option_name, "a key of the config is set as KEY=VALUE, as in seed=1")
+                error.message = f"{error.message.rstrip('.')}; {advice}."
             error.possibilities = near
             raise
 
@@ -205,8 +210,10 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         keys = {key.path: key for key in walk_keys(of.root)}
         for option, path in of.options.items():  # options that set keys of the config
             params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}."))
-    kind = _OfKeys if any(one.kind == "overrides" for one in params) else click.Command
-    return kind(params=[_parameter(one) for one in params], callback=run, **given)
+    given |= {"params": [_parameter(one) for one in params], "callback": run}
+    if any(one.kind == "overrides" for one in params):
+        return _OfKeys(instead=of.instead if isinstance(of, Command) else {}, **given)
+    return click.Command(**given)
 
 
 def _epilog(examples: str) -> str:

@@ -58,6 +58,7 @@ class Command:
     run: Callable[..., int | None]  # gets the arguments and options as keywords; returns the exit code, None for 0
     params: Sequence[Argument | Option] = ()
     root: type | None = None  # what has the keys of its KEY=VALUE, which a shell completes
+    instead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # an option that it lacks -> what to do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import EXIT_USER_ERROR, JSON, Argument, Command, Group, Option, echo, say
@@ -71,24 +70,20 @@ def export(
     with _conversion(out):
         from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
-        from mrl.convert.sources import checkpoint_folder
-        from mrl.weights.adapter_folder import is_adapter
 
-        # a run that goes on may have saved another one when this is verified
-        place = ckpt if is_adapter(Path(ckpt)) else str(checkpoint_folder(ckpt))
         with ProgressBar("exported") as bar:
             if adapter:
-                done = export_adapter(place, out, model=model, role=role)
+                done = export_adapter(ckpt, out, model=model, role=role)
             else:
-                done = export_hf(place, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+                done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
     files = pluralize(done.files, "file")
     loads = "peft" if adapter else "transformers"
     echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
     for note in done.notes:
         echo(note)
     if check:
-        _verify_result(
-            place, out, model=model, role=role, logits=not no_logits, own_base=adapter
+        _verify_result(  # a run that goes on may have saved another one since
+            str(done.place), out, model=model, role=role, logits=not no_logits, own_base=adapter
         )  # fmt: skip
 
 

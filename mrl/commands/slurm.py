@@ -204,6 +204,7 @@ COMMAND = Group(
                 *_job_params(),
                 Option(names="--force", kind="flag", help="Submit a job that does not fit its GPUs (--gpu), too."),
             ),
+            instead={"--dry-run": "use `mrl slurm render`, which prints the script and submits nothing"},
         ),
         "template": Command(
             help="Print a template, to change and give to --template. All others are blocks in `base`.",

@@ -190,6 +190,11 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
     elsewhere = _VALUES.get((key.path, given))
     close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(given, choices, n=1)
     what = "not one of the choices" if choices else value_kind(value)
+    arms = (key.annotation, *typing.get_args(key.annotation))
+    listed = {choice for arm in arms if typing.get_origin(arm) is tuple for choice in _choices(arm)}
+    words = list(dict.fromkeys(word.strip() for word in given.split(",")))
+    if listed.issuperset(words):
+        raise ConfigError(key.path, value, "is text", f"write it as a list: [{', '.join(words)}]") from None
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
         what += " (quote it to make it text)"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
 from mrl.config.keys import join_key, walk_keys
 from mrl.config.urls import without_signatures
-from mrl.errors import ConfigError, Shown, show
+from mrl.errors import MAX_SHOWN, ConfigError, Shown, show
 
 ABSENT = Shown("(absent)")
 
@@ -85,12 +87,12 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     if not breaking:
         return changes
     _check_adapters(breaking)
-    (key, was, now), *others = (_innermost(dotted, *pair, keys) for dotted, pair in breaking.items())
-    rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
+    (key, was, now), *others = (_innermost(dotted, *pair, keys, defaults) for dotted, pair in breaking.items())
+    rest = "".join(f"; {k} was {b} and is {a}" for k, b, a in others)
     raise ConfigError(
         key,
-        Shown(_short(now)),
-        f"is not the {_short(was)} that the checkpoint was saved with{rest}",
+        Shown(now),
+        f"is not the {was} that the checkpoint was saved with{rest}",
         f"set the saved values again, or start anew with another output_dir than {new['output_dir']}",
     )
 
@@ -106,29 +108,57 @@ def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
             raise ConfigError(key, why=why, fix=f"{fix}, or start anew with another output_dir")
 
 
-def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tuple[str, Any, Any]:
-    """Returns the first key or entry of a list below `key` that differs, with its values.
+def _innermost(
+    key: str, before: Any, after: Any, whole: Collection[str] = (), defaults: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, str, str]:
+    """Returns the first key or entry of a list below `key` that differs, with what differs of its values, in words.
 
-    A list of mappings is too long to show, and its entries have keys of their own. A list of another length, or of
-    values, differs itself.
+    whole: keys whose value may be a mapping. defaults: by key, for a section that is null in one of the configs.
     """
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        for i, (one, other) in enumerate(zip(before, after, strict=True)):
-            if isinstance(one, Mapping) and isinstance(other, Mapping) and one != other:
-                return _innermost(f"{key}[{i}]", one, other, whole)
-    elif isinstance(before, Mapping) and isinstance(after, Mapping) and key not in whole:
-        for name in {**before, **after}:
-            one, other = _plain(before.get(name, ABSENT)), _plain(after.get(name, ABSENT))
-            if one != other:
-                return _innermost(f"{key}.{name}", one, other, whole)
-    return key, before, after
+    if isinstance(before, list) and isinstance(after, list):
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        if len(before) == len(after) and all(isinstance(values[same], Mapping) for values in (before, after)):
+            return _innermost(f"{key}[{same}]", before[same], after[same], whole)
+        return key, _listed(before, same), _listed(after, same)
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        pairs = {n: (_plain(before.get(n, ABSENT)), _plain(after.get(n, ABSENT))) for n in {**before, **after}}
+        names = [name for name, (one, other) in pairs.items() if one != other]
+        if names and key not in whole:
+            return _innermost(f"{key}.{names[0]}", *pairs[names[0]], whole)
+        before, after = ({n: value[n] for n in names if n in value} for value in (before, after))
+        return key, _mapped(before), _mapped(after)
+    meant = {name.removeprefix(f"{key}."): value for name, value in defaults.items()}
+    texts = [
+        _mapped({n: v for n, v in value.items() if _plain(v) != meant.get(n, ABSENT)})
+        if isinstance(value, Mapping)
+        else _listed(value, 0)
+        for value in (before, after)
+    ]
+    return key, texts[0], texts[1]
 
 
-def _short(value: Any) -> str:
-    """Returns `show(value)`, but the length of a list of mappings: two such lists would be cut before they differ."""
-    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-        return f"[{len(value)} {'entry' if len(value) == 1 else 'entries'}]"
-    return show(value)
+def _mapped(value: Mapping[str, Any]) -> str:
+    return _within([f"{show(name)}: {_listed(entry, 0)}" for name, entry in value.items()], "{}")
+
+
+def _listed(value: Any, same: int) -> str:
+    """Returns a value in words; of a list the entries after the `same` first, and of each mapping its first key."""
+    if not isinstance(value, list):
+        return show(value)
+    entries = [
+        f"{{{show(name)}: {show(entry[name])}, ...}}"
+        if isinstance(entry, Mapping) and (name := next((n for n, v in entry.items() if v is not None), None))
+        else show(entry)
+        for entry in value[same:]
+    ]
+    return _within([*["..."][:same], *entries], "[]")
+
+
+def _within(entries: Sequence[str], brackets: str) -> str:
+    """Returns entries in brackets, the first ones if all are too long for a message."""
+    fit = list(itertools.takewhile(lambda n: len(", ".join(entries[:n])) <= MAX_SHOWN, range(1, len(entries) + 1)))
+    shown = [*entries[: max(1, len(fit))], *["..."][: len(entries) - max(1, len(fit))]]
+    return f"{brackets[0]}{', '.join(shown)}{brackets[1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +171,8 @@ class Change:
 
     def __str__(self) -> str:
         effect = " (the learning-rate schedule follows the new length)" if self.key in CHANGES_SCHEDULE else ""
-        return f"{self.key}: {_short(self.before)} at the save, {_short(self.after)} now{effect}"
+        key, before, after = _innermost(self.key, self.before, self.after, (self.key,))
+        return f"{key}: {before} at the save, {after} now{effect}"
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:

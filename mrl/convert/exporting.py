@@ -51,6 +51,7 @@ class ExportResult:
     files: int  # of weights
     bytes: int  # of weights
     notes: list[str]  # what the model has lost, a line each
+    place: Path  # of the source: of a run the checkpoint that was read
 
 
 def export_hf(
@@ -107,7 +108,8 @@ def export_hf(
                 raise
             with work.finishing() as folder:
                 _finish(folder, source, files)
-        return ExportResult(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
+        tensors, notes = len(files.tensors), _notes(source)
+        return ExportResult(Path(out), source.what, tensors, len(shards), total, notes, source.place)
 
 
 def write_merged_copy(adapter: Path, root: Path) -> str:
@@ -143,7 +145,7 @@ def export_adapter(
             write_adapter(folder, adapters.lora, str(source.companion_folder), tensors.items(), head=adapters.head)
             name_base(folder, adapters.path)
             _write_template(folder, source)
-        return ExportResult(Path(out), source.what, len(tensors), 1, size, [])
+        return ExportResult(Path(out), source.what, len(tensors), 1, size, [], source.place)
 
 
 def _files(source: Source, limit: int | None) -> HFFiles:

@@ -22,6 +22,7 @@ from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
 from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
+from mrl.convert.resolving import READING_ERRORS, check_not_removed, checkpoint_folder, removed
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
@@ -35,7 +36,7 @@ from mrl.weights.families import family_for, family_of
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
-from mrl.weights.mcore_weights import DESCRIPTION, FOLDER, MARKER, check_architecture, read_description
+from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
 from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
@@ -67,7 +68,7 @@ class Checksums:
     """Reads the large files of a checkpoint in threads and compares their checksums, until `close`."""
 
     def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
-        self._stop = threading.Event()
+        self.folder, self._stop = folder, threading.Event()
         pool = concurrent.futures.ThreadPoolExecutor(atomic_checkpoint.THREADS)
         check = functools.partial(atomic_checkpoint.check_file, str(folder), content=True, stop=self._stop)
         large = [file for file in sorted(files) if files[file]["size"] > atomic_checkpoint.SMALL_BYTES]
@@ -106,6 +107,11 @@ class Source:
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
 
     @property
+    def place(self) -> Path:
+        """The checkpoint, or the folder of another model."""
+        return self.folder if self.checksums is None else self.checksums.folder
+
+    @property
     def mtp(self) -> int:
         """Returns how many MTP layers the reader has, beside those that are carried."""
         if OWN_COUNT in self.hf_config:
@@ -130,8 +136,10 @@ class Source:
     def __enter__(self) -> "Source":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, READING_ERRORS) and not self.place.exists():
+            raise removed(self.place) from error
 
 
 def open_hf(path: str | Path) -> Source:
@@ -177,6 +185,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
+    check_not_removed(folder)
     if folder.exists():
         raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
     if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
@@ -304,6 +313,17 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     role: whose weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
+    try:
+        return _open_whole(folder, model, role)
+    except READING_ERRORS as error:
+        if folder.exists():
+            raise
+        if folder == Path(path):
+            raise removed(folder) from error
+    return open_checkpoint(path, model=model, role=role)  # its run has a newer one
+
+
+def _open_whole(folder: Path, model: str | None, role: str | None) -> Source:
     marker = atomic_checkpoint.validate(str(folder))
     checksums = Checksums(folder, marker.files)
     try:
@@ -382,38 +402,6 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         _copies(names, reader, family, hf_config, head), template, skipped_tensors=skipped, notes=notes,
         adapters=adapters, end_tokens=state.get("end_tokens") if head == "lm" else None,
     )  # fmt: skip
-
-
-def checkpoint_folder(path: str | Path) -> Path:
-    """Returns the whole checkpoint at `path`: itself, the one named there (like `latest`), or the newest in it.
-
-    A run in progress soon has a newer one.
-    """
-    path = Path(path)
-    if path.name == atomic_checkpoint.LATEST and path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8").strip()
-    if not path.is_dir():
-        fix = f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
-        raise CheckpointError(path, why="no such folder", fix=fix)
-    if (path / MARKER).is_file():
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    checkpoint = atomic_checkpoint.find_checkpoint(str(root))
-    if checkpoint is None:
-        wrong = atomic_checkpoint.damage(str(root))
-        if wrong:
-            raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
-        if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
-            why = f"has no {MARKER}: it is no whole checkpoint"
-            raise CheckpointError(path, why=why, fix="make it again, or use another")
-        if (path / "config.json").is_file():
-            why = "is a Hugging Face folder, and an export starts from a checkpoint"
-            raise CheckpointError(path, why=why, fix="see `mrl convert import`")
-        if (path.parent / MARKER).is_file():
-            raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
-        fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
-        raise CheckpointError(path, why="holds no whole checkpoint of mrl", fix=fix)
-    return Path(checkpoint)
 
 
 def _model_of(

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from mrl.config.inference import PlaceConfig
 from mrl.convert.opening import open_any
-from mrl.convert.sources import Source, checkpoint_folder
+from mrl.convert.resolving import checkpoint_folder
+from mrl.convert.sources import Source
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
 from mrl.engine.fsdp.positions import length_dependent_positions
@@ -55,7 +56,7 @@ def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
         return dataclasses.replace(place, given=given, what=f"the run's export {hf} ({place.what})")
     if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, "mcore")):
         raise ModelError(key, quoted(given), "holds no model", f"give {FORMS}")
-    return _of_source(given, checkpoint_folder(folder), key)
+    return _of_source(given, folder, key)
 
 
 def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
@@ -76,7 +77,8 @@ def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
 
 def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
     """Returns the place of a checkpoint of a run, or of an adapter, whose weights `weights_of` reads."""
-    with open_any(folder) as source:
+    with open_any(folder if folder.is_dir() else checkpoint_folder(folder)) as source:
+        folder = source.place
         if source.head != "lm":
             raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")
         limit, limited_by = limit_of(source.hf_config)
@@ -92,6 +94,13 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
             limit=limit,
             limited_by=limited_by,
         )
+
+
+def renew(place: PlaceConfig) -> PlaceConfig:
+    """Returns `place`, or that of the run's newest checkpoint if the run has removed the one of `place` since."""
+    if place.source is None or os.path.exists(place.source):
+        return place
+    return _of_source(place.given, Path(os.path.expanduser(place.given)), "MODEL")
 
 
 def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
@@ -125,11 +134,8 @@ def weights_of(place: PlaceConfig) -> Iterator[Source | None]:
     if place.source is None:
         yield None
         return
-    source = collective.call_on_every_rank(lambda: open_any(place.source or ""))
-    try:
+    with collective.call_on_every_rank(lambda: open_any(place.source or "")) as source:
         if not collective.is_main() and source.checksums is not None:
             source.checksums.close()
         yield source
         collective.on_main(source.check)
-    finally:
-        source.close()

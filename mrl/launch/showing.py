@@ -7,6 +7,8 @@ import importlib
 import itertools
 import math
 import os
+import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +17,7 @@ from mrl.config.keys import value_at, walk_keys
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
 from mrl.config.stream_checks import streamed_keys
-from mrl.errors import ConfigError, ModelError
+from mrl.errors import ConfigError, DataError, ModelError
 from mrl.launch import preflight
 from mrl.words import pluralize
 
@@ -52,11 +54,31 @@ def run(
         raise ConfigError("--count", why=why, fix="leave it out: lengths are of the first rows, of more with --rows")
     with preflight.quiet():
         preflight.check_data(config.data)
-        task, tokenizer, sets = _sets(command, config, part)
-    for number, (name, dataset) in enumerate(sets.items()):
-        read = OpenRows(command, config, task, tokenizer, dataset, part, name)
+        limit, readable = _without_limit(config)
+        task, tokenizer, sets = _sets(command, readable, part)
+    shown = [OpenRows(command, readable, task, tokenizer, rows, part, name, limit) for name, rows in sets.items()]
+    for number, read in enumerate(shown):
         for line in ["", *read.lines(rows=rows, count=count, by_token=by_token, coloured=coloured)][number == 0 :]:
             echo(line)
+    for read in shown:
+        if read.too_long:
+            raise read.refusal()
+
+
+def _without_limit(config: Any) -> tuple[int | None, Any]:
+    """Returns the limit beyond which a row stops a run, and the config without it, whose rows are all read.
+
+    The limit is None where such rows are cut or dropped.
+    """
+    if config.data.truncation != "error":
+        return None, config
+    name = _limit_of(config.data)
+    data = dataclasses.replace(config.data, **{name: sys.maxsize})
+    return getattr(config.data, name), dataclasses.replace(config, data=data)
+
+
+def _limit_of(data: Any) -> str:
+    return "max_prompt_length" if hasattr(data, "max_prompt_length") else "max_length"
 
 
 def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
@@ -173,6 +195,12 @@ class OpenRows:
     dataset: Any
     part: Literal["train", "eval"]
     name: str = ""  # of a set of data.eval, where there are several
+    limit: int | None = None  # tokens beyond which a row stops a run
+    too_long: list[str] = dataclasses.field(default_factory=list)  # the places of such rows that were looked at
+
+    @property
+    def key(self) -> str:
+        return f"data.{self.part}.{self.name}".rstrip(".")
 
     @property
     def shares(self) -> Sequence[Share]:
@@ -193,9 +221,8 @@ class OpenRows:
 
         kind = getattr(self.dataset, "format", None)
         form = "" if kind is None else f" of the format {kind}"
-        key = f"data.{self.part}.{self.name}".rstrip(".")
         number = "streamed rows" if self.dataset.is_streamed else pluralize(len(self.dataset), "row")
-        yield f"{key}: {self.dataset.path}: {number}{form}"
+        yield f"{self.key}: {self.dataset.path}: {number}{form}"
         yield from self.dataset.notes()
         report, titles = Report(), ["", *(share.title for share in self.shares)]
         seen = {title: SequenceCounts(self.command.generates) for title in titles}
@@ -204,8 +231,11 @@ class OpenRows:
             yield from self._row(row, by_token, coloured)
         every = self._every_row(report) if count else self._rows(report)
         for row in itertools.islice(every, None if count else max(rows, SAMPLE)):
+            sequences = sequences_of(row.item)
             for name in {"", row.source}:
-                seen[name].add(sequences_of(row.item))
+                seen[name].add(sequences)
+            if self._is_too_long(sequences):
+                self.too_long.append(row.place)
         whole = seen.pop("")
         if not whole.rows:
             raise report.no_rows_left(self.dataset)
@@ -218,8 +248,20 @@ class OpenRows:
             yield f"  {name}: {pluralize(of_source.rows, 'row')}, {of_source}"
         yield f"tokens of a sequence: {summary(whole.lengths)}"
         counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
-        yield f"rows used: {whole.rows:,}, {counts}"
+        yield f"rows used: {whole.rows - len(self.too_long):,}, {counts}"
         yield from (f"  {note}" for note in report.notes)
+
+    def _is_too_long(self, sequences: Sequence[ShownSequence]) -> bool:
+        return self.limit is not None and max(len(sequence.ids_T) for sequence in sequences) > self.limit
+
+    def refusal(self) -> DataError:
+        """Returns what a run says of the rows that are too long."""
+        name = _limit_of(self.config.data)
+        [cuts] = [key.annotation for key in walk_keys(self.command.root) if key.path == "data.truncation"]
+        rows = pluralize(len(self.too_long), "row that was read is", "rows that were read are")
+        why = f"{rows} longer than data.{name} {self.limit}, as {self.too_long[0]}, and a run stops there"
+        fix = f"raise it, or set data.truncation to {' or '.join(typing.get_args(cuts)[1:])}"
+        return DataError(self.key, why=why, fix=fix)
 
     def _rows(self, report: Any) -> Iterator[Row]:
         """Yields each used row once, and fills the report.
@@ -265,9 +307,10 @@ class OpenRows:
     def _row(self, row: Row, by_token: bool, coloured: bool) -> Iterator[str]:
         from mrl.data.show import sequences_of, text_lines, token_lines
 
-        cut = "; truncated" if row.item.truncated else ""
+        sequences = sequences_of(row.item)
+        cut = "; truncated" if row.item.truncated else "; too long" if self._is_too_long(sequences) else ""
         teachers = self._teachers
-        for sequence in sequences_of(row.item):
+        for sequence in sequences:
             name = f"{sequence.name}: " if sequence.name else ""
             source = f"{row.source}: " if row.source else ""
             note = f", {sequence.note}" if sequence.note else ""

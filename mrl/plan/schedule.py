@@ -52,7 +52,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of all stages' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.makespan))  # rounding may give -1e-16
 
 
 def timeline(

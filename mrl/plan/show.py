@@ -161,10 +161,14 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    yield "Parameters, gradients and optimizer are exact. Activations are of a real forward and backward pass of"
-    yield "every stage on shapes alone, with the longest sequences and tokens spread evenly over experts. Times are"
-    yield "estimates: give --efficiency what you measured (docs/plan.md)."
-    if plan.has_experts:
+    exact = "Parameters, gradients and optimizer are exact."
+    if all(role.config.engine.backend == "fsdp" for role in plan.roles.values()):
+        yield exact
+    else:
+        yield f"{exact} Activations are of a real forward and backward pass of"
+        yield "every stage on shapes alone, with the longest sequences and tokens spread evenly over experts. Times are"
+        yield "estimates: give --efficiency what you measured (docs/plan.md)."
+    if plan.has_experts and plan.costs:
         yield "Of experts they are far too short: of an H100's peak a dense model of 1.1 B reached 37 %, and one of"
         yield "1.0 B with 32 experts 2.6 % (docs/evidence/h100.md)."
     yield from plan.phases.notes

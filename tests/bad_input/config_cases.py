@@ -32,6 +32,7 @@ CASES = [
     Case("number for text", "output_dir", ("quote it",), ("output_dir=7",)),
     Case("colon in text", "data.system", ("as text with a colon is in YAML (quote it",), ("data.system=Be brief:",)),
     Case("list for a section", "train", ("give a mapping",), ("train=[1]",)),
+    Case("words of a list", "data.loss_on", ('value "user,tool" is text', "list: [user, tool]"), ("data.loss_on=user,tool",)),
     Case("not a choice", "engine.backend", ("did you mean megatron",), ("engine.backend=megatrn",)),
     Case("one beta", "optimizer.betas", ("a list of 2 numbers",), ("optimizer.betas=[0.9]",)),
     Case("beta of 1", "optimizer.betas", ("value 1 is out of range",), ("optimizer.betas=[0.9, 1.0]",)),

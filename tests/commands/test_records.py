@@ -141,3 +141,5 @@ def test_an_option_of_another_trainer_is_told_how_keys_are_set():
     assert "No such option '--learning_rate'; a key of the config is set as KEY=VALUE" in told.output
     near = CliRunner().invoke(cli.main, ["sft", "sft.yaml", "--dryrun"])
     assert "--dry-run" in near.output and "KEY=VALUE, as" not in near.output
+    dry = CliRunner().invoke(cli.main, ["slurm", "submit", "sft", "sft.yaml", "--dry-run"])
+    assert "No such option '--dry-run'; use `mrl slurm render`" in dry.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mrl.config.dpo import DPOConfig
@@ -140,7 +142,6 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         ({"actor": {"model": {"dtype": "float32"}}}, "actor.model.dtype"),
         ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
         ({"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
-        ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
         ({"algorithm": {"name": "grop"}}, "algorithm.name"),
     ],
 )
@@ -149,17 +150,38 @@ def test_ppo_what_breaks_the_run_is_refused(sections, key):
         check_resume(plain_ppo(), plain_ppo(**sections))
 
 
+GSM8K, STOP = {"name": "gsm8k"}, [f"stop {i}" for i in range(20)]
+
+
 @pytest.mark.parametrize(
-    ("functions", "says"),
+    ("sections", "says"),
     [
-        ([{"name": "gsm8k", "strict": True}], r"rewards.functions\[0\].strict: value true is not the false that"),
-        ([{"name": "gsm8k", "weight": 2}], r"rewards.functions\[0\].weight: value 2.0 is not the 1.0 that"),
-        ([{"name": "gsm8k"}, {"name": "math"}], r"rewards.functions: value \[2 entries\] is not the \[1 entry\] that"),
+        (
+            {"rewards": {"functions": [GSM8K | {"strict": True}]}},
+            "rewards.functions[0].strict: value true is not the false that",
+        ),
+        (
+            {"rewards": {"functions": [GSM8K | {"weight": 2}]}},
+            "rewards.functions[0].weight: value 2.0 is not the 1.0 that",
+        ),
+        (
+            {"rewards": {"functions": [GSM8K, {"name": "math"}]}},
+            'rewards.functions: value [..., {"name": "math", ...}] is not the [...] that',
+        ),
+        (
+            {"rewards": None, "rollout": {"environment": "e.py:E", "stop": STOP[:19]}},
+            'rewards: value null is not the {"functions": [{"name": "gsm8k", ...}]} that',
+        ),
+        ({"rollout": {"stop": [*STOP[:19], "x"]}}, 'rollout.stop: value [..., "x"] is not the [..., "stop 19"] that'),
     ],
 )
-def test_ppo_of_rewards_the_innermost_key_that_differs_is_named(functions, says):
-    with pytest.raises(ConfigError, match=f"^{says} the checkpoint was saved with; set the saved"):
-        check_resume(plain_ppo(rewards={"functions": [{"name": "gsm8k"}]}), plain_ppo(rewards={"functions": functions}))
+def test_ppo_of_lists_and_mappings_what_differs_is_named(sections, says):
+    saved = {"rewards": {"functions": [GSM8K]}, "rollout": {"stop": STOP}}
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)} the checkpoint was saved with; "):
+        check_resume(plain_ppo(**saved), plain_ppo(**merged(saved, sections)))
+    columns = [dict.fromkeys(texts, "a") for texts in (STOP, STOP[1:], [])]
+    assert str(Change("data.columns", *columns[:2])) == 'data.columns: {"stop 0": "a"} at the save, {} now'
+    assert '"a", "stop 3": "a", "stop 4": "a", ...} at' in str(Change("data.columns", *columns[::2]))
 
 
 def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():

@@ -101,6 +101,30 @@ def test_count_reads_all(inputs):
     assert "rows used: 10, skipped: 0, dropped: 0, truncated: 2" in lines
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "first", "number", "cuts"),
+    [
+        ("sft", ["data.max_length=15"], "train.jsonl:3: 17 tokens, 2 train; too long", 4, "right or left or drop"),
+        ("dpo", ["data.max_length=15"], "pairs.jsonl:1: chosen: 15 tokens, 2 train; too long", 6, "drop"),
+        (
+            "grpo", ["data.max_prompt_length=11", "data.columns={chosen: answer}"],
+            "pairs.jsonl:1: prompt: 12 tokens, a prompt; too long", 6, "left or drop",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_are_too_long_for_the_run_are_shown_and_counted(inputs, name, keys, first, number, cuts):
+    """The lengths of all rows are what one chooses the limit by."""
+    limit, *others = keys
+    whole = show(inputs, name, "--count", "--rows", "0", *others)
+    done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), "--count", "--rows", "9", *keys])
+    out = done.stdout.replace(f"{inputs}/", "")
+    assert done.exit_code == 2 and first in out.splitlines() and whole[-2] in out.splitlines()
+    assert f"rows used: {int(whole[-1].split()[2][:-1]) - number}, " in out
+    limit = limit.replace("=", " ")
+    assert f"mrl: data.train: {number} rows that were read are longer than {limit}, as " in done.stderr
+    assert done.stderr.endswith(f"and a run stops there; raise it, or set data.truncation to {cuts}\n")
+
+
 def test_rows_that_are_streamed_are_shown_in_their_order_and_not_counted(inputs):
     lines = show(inputs, "sft", "--rows", "2", "data.stream=true", "data.shuffle_buffer=0")
     assert lines[0] == "data.train: train.jsonl: streamed rows of the format messages"
@@ -168,7 +192,6 @@ def test_what_cannot_be_shown_is_one_line(inputs):
         ("serve", (), "mrl: mrl data show: knows no rows of `mrl serve`; give the config of a command"),
         ("sft", ("data.train=none.jsonl",), 'mrl: data.train: value "none.jsonl" does not exist'),
         ("dpo", ("--eval",), "mrl: data.eval: is null; name the rows to evaluate on"),
-        ("sft", ("data.max_length=14",), "mrl: train.jsonl:3: the row has 17 tokens and data.max_length is 14"),
         ("sft", ("data.max_length=3", "data.truncation=drop"), "mrl: data.train: train.jsonl: none of its 10 rows can"),
     ):
         done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), *words])

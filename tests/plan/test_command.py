@@ -289,7 +289,9 @@ def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
     assert (
         "not in it, as its time is not estimated: sampling, forward of the critic, update of the critic" in done.stdout
     )
-    assert "backend fsdp neither activations are planned" in done.stdout
+    alone = plan("dpo.yaml", "engine={backend: fsdp}", "-n", "2").stdout
+    assert all("backend fsdp neither activations are planned" in out for out in (done.stdout, alone))
+    assert "Activations are of a real" in done.stdout and "Activations are of a real" not in alone
     deferred = json.loads(plan(*words, "critic.engine.fsdp.defer_sync=true", "--json").stdout)
     whole = next(one for one in deferred["phases"] if one["phase"] == "update of the critic")
     assert whole["gradients"] == pytest.approx(4 * update["gradients"], rel=0.01)  # of four ranks

@@ -81,6 +81,7 @@ def test_the_bubble_is_the_known_formula(pp, vpp, count):
     line = schedule.timeline(one, two, micro_batches=count)
     idle = (pp - 1) / vpp / count
     assert line.bubble == pytest.approx(idle / (1 + idle), rel=0.1)
+    assert f"{schedule.Timeline(0.3, (0.1 + 0.2,)).bubble:.1%}" == "0.0%", "rounding leaves no negative zero"
 
 
 def test_activations_of_1f1b_are_of_as_many_micro_batches_as_stages_follow():

@@ -89,7 +89,7 @@ def test_what_a_resume_may_change_of_the_sources(inputs, data, tmp_path):
     kind, message, said = run(1, longer | {"data": {**data, "eval": None, "train": heavier}})
     assert (kind, message) == ("done", "")
     assert "data.train: weight of train was 0.5 and is 2: shares count from here" in said
-    assert "changed since the checkpoint: data.train: [3 entries] at the save, [3 entries] now" in said
+    assert "changed since the checkpoint: data.train[0].weight: 0.5 at the save, 2.0 now" in said
     last = config | {"train": config["train"] | {"steps": 7}}
     for train, says in (
         (data["train"][0]["path"], "data.train: is one path and was a list of sources"),
