@@ -146,7 +146,10 @@ def _back_on_cpu(
 
 
 def _of_run(tensor: Tensor, start: int, count: int, length: int) -> Tensor:
-    """Returns a view [count, heads, length, ..] of a run's part of [T, heads, ..]. One operator: short runs are many."""
+    """Returns a view [count, heads, length, ..] of a run's part of [T, heads, ..].
+
+    By one operator, as short runs are many.
+    """
     (of_token, of_head, *rest), (_, heads, *sizes) = tensor.stride(), tensor.shape
     return tensor.as_strided(
         (count, heads, length, *sizes), (length * of_token, of_head, of_token, *rest),
