@@ -89,6 +89,7 @@ class TrainGraphs:
         self.run, self.decoder, self.ddp, self.group = decoder.forward, decoder, ddp, group
         self.captures, self.replays = True, 0
         self._buckets: dict[tuple, Bucket] = {}
+        self._shared: dict[tuple, Tensor] = {}  # of buckets, by name and shape
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, hidden_states: Tensor, *, packed_seq_params: Any, **others: Any) -> Tensor:
@@ -112,6 +113,14 @@ class TrainGraphs:
     def forget(self) -> None:
         """Drops all graphs: parameters or gradients leave their memory."""
         self._buckets.clear()
+        self._shared.clear()
+
+    def _shared_like(self, name: str, like: Tensor) -> Tensor:
+        """Returns a tensor that all buckets of a shape have under this name."""
+        key = name, like.shape, like.dtype
+        if key not in self._shared:
+            self._shared[key] = torch.zeros_like(like)
+        return self._shared[key]
 
     def backward_done(self, bucket: Bucket) -> None:
         """Reports gradients to DDP."""
@@ -126,8 +135,9 @@ class TrainGraphs:
             starts = dict.fromkeys(STARTS, torch.zeros_like(layout.cu_seqlens_q))
             # without lengths on the host, so that nothing takes those of another micro-batch
             static = dataclasses.replace(layout, padded_lengths=(), positions=None, **starts)
+            # not shared: functions of layers may keep what they make of angles (elementwise.py)
             own = {name: torch.zeros_like(tensor) for name, tensor in others.items()}
-            self._buckets[key] = Bucket(torch.zeros_like(hidden, requires_grad=True), static, own)
+            self._buckets[key] = Bucket(self._shared_like("hidden", hidden).requires_grad_(), static, own)
         return self._buckets[key]
 
     def _finish_gathers(self) -> None:
@@ -172,7 +182,7 @@ class TrainGraphs:
             out = self.run(
                 hidden_states=bucket.hidden, packed_seq_params=bucket.layout, attention_mask=None, **bucket.others
             )
-        out_grad = torch.zeros_like(out)
+        out_grad = self._shared_like("gradient of the output", out)
         for weight in weights:
             if hasattr(weight.leaf, "grad_added_to_main_grad"):
                 weight.leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -35,7 +35,8 @@ def compared(tmp_path, family, world, parallel, options, **more):
 def test_replays_change_no_bit(tmp_path, family, world, parallel, options):
     found = compared(tmp_path, family, world, parallel, options)
     assert found.differ == {} and found.lines == []
-    assert found.replays > 10 and found.shapes > 0
+    # of those since the model was on the host: a rank of two replicas has one micro-batch of many sequences in a step
+    assert found.replays >= 8 and found.shapes >= (1 if "megatron" in options else 2)
     assert bool(found.begun["reduced"] and found.begun["gathered"]) == ("megatron" in options)
 
 

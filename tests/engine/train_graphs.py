@@ -17,7 +17,7 @@ from mrl.engine.registry import build_engine
 from mrl.mcore_models import train_graphs
 from tests.engine import contract, overlap, recorded_graphs, te_like, tiny
 
-SIZES = (9, 14, 5, 11, 9)
+SIZES = ((9, 24), (40, 5), (5, 24), (40, 5), (14, 24), (40, 5))  # sequences of a step, and tokens of the longest
 LAST = PLAIN_CTX | {"last": True}
 
 
@@ -105,8 +105,8 @@ def _steps(engine: BaseEngine) -> dict[Any, Tensor]:
     """Returns losses, metrics, log-probs, gradients, norms, weights and evaluations. One step has two calls, and the
     model is on the host between two."""
     found: dict[Any, Tensor] = {}
-    for i, size in enumerate(SIZES):
-        batch = tiny.uneven_batch(i, sequences=size)
+    for i, (sequences, longest) in enumerate(SIZES):
+        batch = tiny.uneven_batch(i, sequences=sequences, longest=longest)
         engine.optimizer_zero_grad()
         share = engine.shard_data(batch)
         with engine.train_mode():
