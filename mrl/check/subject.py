@@ -61,6 +61,7 @@ class Subject:
             model=dataclasses.replace(config.model, path=path, init=init, dtype=dtype, lora=self.lora),
             engine=dataclasses.replace(
                 config.engine, parallel=layout.parallel, micro_batch=micro_batch, megatron=self.megatron,
+                cuda_graphs=False,
                 fsdp=dataclasses.replace(config.engine.fsdp, replicate=replicate),
             ),
             optimizer=self.optimizer,

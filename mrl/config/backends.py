@@ -14,6 +14,7 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
     "megatron": (
         "model.lora", "model.mtp", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
         "engine.offload", "engine.layer_spec", "engine.attention", "engine.megatron", "engine.batch_invariant",
+        "engine.micro_batch", "engine.cuda_graphs",
     ),
     "fsdp": (
         "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",

@@ -242,7 +242,8 @@ def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engin
         why = f"is odd, and a micro-batch of {config.loss.name} holds both sequences of a pair"
         raise ConfigError(f"{path}.micro_batch.size", size, why, f"give {size + 1}")
     longest, key = config.longest_group
-    if engine.megatron.get("tp_comm_overlap") is True:  # no micro-batch has more places than its tokens
+    # no micro-batch has more places than its tokens then
+    if engine.micro_batch.pad or engine.megatron.get("tp_comm_overlap") is True:
         cp = engine.parallel.cp
         longest = config.group * ParallelDims(cp, cp=cp).places_of(longest // config.group)
     check_micro_batch(engine.micro_batch, longest, key, path)

@@ -38,6 +38,7 @@ NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 ENVIRONMENT_KEYS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 TRAINING_KEYS = (
     "recompute", "recompute_every", "recompute_modules", "fsdp.reshard_after_forward", "moe.aux_loss", "moe.z_loss",
+    "cuda_graphs",
 )  # fmt: skip
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""

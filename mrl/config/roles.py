@@ -136,7 +136,7 @@ def sampling_engine(config: PPOConfig) -> EngineConfig:
     """Returns the engine of the ranks of `rollout.ranks`: the actor's, in a layout of its own."""
     engine = config.actor.engine
     return dataclasses.replace(
-        engine, parallel=ParallelConfig(tp=config.rollout.server.tp), offload=(),
+        engine, parallel=ParallelConfig(tp=config.rollout.server.tp), offload=(), cuda_graphs=False,
         fsdp=dataclasses.replace(engine.fsdp, replicate=1),
     )  # fmt: skip
 

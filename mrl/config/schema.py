@@ -16,6 +16,7 @@ from mrl.config.fields import MAX_DEGREE, MAX_SEQUENCES, REQUIRED, key
 from mrl.config.fields import MAX_SECONDS as MAX_SECONDS
 from mrl.config.keys import value_kind
 from mrl.config.megatron_speed import REMOVED_FIELDS, ROUNDING
+from mrl.config.micro_batch import MicroBatchConfig
 from mrl.config.mtp import MTPConfig as MTPConfig
 from mrl.config.mtp import PolicyMTPConfig
 from mrl.config.muon import MuonConfig
@@ -128,23 +129,6 @@ class ParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MicroBatchConfig:
-    tokens: int | Literal["auto"] | None = key(
-        None,
-        "most tokens of a micro-batch on one replica, padding included, before cp splits them. Excludes `size`. null: "
-        "4096, or the longest sequence that the config allows. auto: as null, but on GPUs what `mrl plan` says fits "
-        "and takes the least time, up to 32768 (docs/plan.md)",
-        minimum=1,
-    )
-    size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
-
-    @property
-    def token_limit(self) -> int | None:
-        """Returns `tokens`, but None for auto."""
-        return None if self.tokens == "auto" else self.tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     aux_loss: float = key(0.0, "coefficient of the load-balancing loss, per MoE layer (megatron backend)", minimum=0)
     z_loss: float = key(0.0, "coefficient of the router z-loss (megatron backend)", minimum=0)
@@ -237,6 +221,12 @@ class EngineConfig:
         False,
         "a sequence's log-probs, values and sampled tokens do not depend on the rest of its batch, to the bit "
         "(megatron backend, docs/decoding.md). Needs micro_batch.size 1, and samples one token at a time",
+        may_change=True,
+    )
+    cuda_graphs: bool = key(
+        False,
+        "on a GPU, replay the layers' forward and backward passes as CUDA graphs in training (megatron backend, "
+        "docs/training-graphs.md). Needs micro_batch.pad; no GPU has run it",
         may_change=True,
     )
     moe: MoEConfig = key(MoEConfig, "mixture-of-experts models: router losses, and how experts multiply")

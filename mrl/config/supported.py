@@ -18,7 +18,8 @@ ALWAYS = (
     "model.trust_remote_code",
     "engine.backend",
     "engine.device",
-    "engine.micro_batch",
+    "engine.micro_batch.tokens",
+    "engine.micro_batch.size",
 )
 """Keys and sections that every engine reads, or whoever starts it."""
 

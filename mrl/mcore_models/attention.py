@@ -36,6 +36,9 @@ from mrl.ops.kv_cache import CachedStep
 from mrl.ops.masked import ScoreRule
 from mrl.ops.packed import has_packed_kernel, packed_attention, runs_of
 
+FEWEST, SHORTEST = 8, 256
+"""Sequences, and positions of the longest, of the smallest bucket of `fixed` layouts."""
+
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
 """For transformer-engine: megatron-core 0.19 passes it on. Without it, transformer-engine before 2.18 compares the
@@ -51,12 +54,23 @@ class PackedLayout(PackedSeqParams):
     multiple of 2*cp if cp > 1."""
     positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
     order: Tensor | None = None  # `zigzag_inverse` of the lengths where cp > 1: made once, not in every layer
+    fixed: bool = False
+    """Whether attention takes lengths from `cu_seqlens` alone, in one call. `padded_lengths` may be empty then."""
 
     @classmethod
     def for_sequences(
-        cls, padded: Sequence[int], *, positions: Tensor, order: Tensor | None = None, qkv_format: str = "sbhd"
+        cls,
+        padded: Sequence[int],
+        *,
+        positions: Tensor,
+        order: Tensor | None = None,
+        qkv_format: str = "sbhd",
+        fixed: bool = False,
     ) -> "PackedLayout":
         """Returns the layout of sequences in `padded` positions each. qkv_format "thd" is for transformer-engine.
+
+        fixed: the shapes and numbers that layers see are those of a bucket. Empty sequences follow the others, up to a
+        power of two. The longest counts as a power of two, too.
 
         All four `cu_seqlens` are one tensor, of padded lengths. A sequence's padding belongs to it and stands behind
         its tokens. The causal mask keeps tokens from seeing padding, while padding sees tokens.
@@ -65,15 +79,18 @@ class PackedLayout(PackedSeqParams):
         FlashAttention 2 and its unfused attention, or leaves the gradient's rows of the last padding uninitialised.
         Since 2.18 it asks whether the two are one object.
         """
-        places = devices.tensor_on(positions.device, [*itertools.accumulate(padded, initial=0)], torch.int32)
-        longest = max(padded)
+        starts, longest = [*itertools.accumulate(padded, initial=0)], max(padded)
+        if fixed:
+            starts += [starts[-1]] * (_bucket(len(padded), FEWEST) - len(padded))
+            longest = min(_bucket(longest, SHORTEST), starts[-1])
+        places = devices.tensor_on(positions.device, starts, torch.int32)
         if qkv_format == "thd":
             # transformer-engine rounds so if it is not given; cuDNN plans a kernel for every value that it meets
             longest = -(-longest // 64) * 64
         return cls(
             qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
             cu_seqlens_kv_padded=places, max_seqlen_q=longest, max_seqlen_kv=longest, padded_lengths=tuple(padded),
-            positions=positions, order=order, **_NO_PADDING_BETWEEN,
+            positions=positions, order=order, fixed=fixed, **_NO_PADDING_BETWEEN,
         )  # fmt: skip
 
     @functools.cached_property
@@ -93,6 +110,11 @@ class PackedLayout(PackedSeqParams):
         """Returns the chunks of the gated delta rule, over all cp ranks."""
         assert self.positions is not None
         return Chunks.of(self.padded_lengths, self.positions.device)
+
+
+def _bucket(number: int, least: int) -> int:
+    """Returns the smallest power of two that is at least both."""
+    return max(least, 1 << (number - 1).bit_length())
 
 
 @dataclasses.dataclass
@@ -178,9 +200,12 @@ class SdpaAttention(MegatronModule):
         parts = []
         runs = packed_seq_params.runs
         dropout = self.dropout if self.training else 0.0
-        if len(runs) > 1 and has_packed_kernel(query, value, self.scoring, dropout):
+        ragged = packed_seq_params.fixed or len(runs) > 1
+        if ragged and has_packed_kernel(query, value, self.scoring, dropout):
             places, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             return packed_attention(query, key, value, places, longest, self.scoring).flatten(1).unsqueeze(1)
+        if not runs:
+            raise RuntimeError("attention has no kernel for packed rows here, and reads their lengths on the host")
         # split, because the gradient of each slice would be as long as the micro-batch; that of a split is a copy
         sizes = [count * length for _, count, length in runs]
         split = ((t,) if len(runs) == 1 else t.split(sizes) for t in (query, key, value))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mrl.kernels import layers as kernels
 from mrl.kernels import operators
-from mrl.mcore_models import dispatch, elementwise, grouped
+from mrl.mcore_models import elementwise, grouped
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.delta_net import GatedDeltaNet
 from mrl.mcore_models.latent import LatentAttention
@@ -274,7 +274,7 @@ class _Experts:
         self.holders = groups.tp_ep  # ranks that have a part of the experts each
         self.here = slice(mlp.local_expert_indices[0], mlp.local_expert_indices[-1] + 1)
         experts = mlp.experts
-        self.counts_stay = hasattr(experts, "grouped_weights") and dispatch.is_of_one_rank(mlp.token_dispatcher)
+        self.counts_stay = grouped.counts_stay(mlp)
         # of each, the weight and bias of both linears
         if hasattr(experts, "local_experts"):
             pairs = [(one.linear_fc1, one.linear_fc2) for one in experts.local_experts]

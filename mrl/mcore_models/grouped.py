@@ -71,7 +71,7 @@ def install(chunks: Iterable[torch.nn.Module]) -> None:
                 pairs = [(part.linear_fc1.weight, part.linear_fc2.weight) for part in experts.local_experts]
                 experts.grouped_weights = [ExpertWeights(weights) for weights in zip(*pairs, strict=True)]
                 experts.forward = types.MethodType(_sequential, experts)
-                if dispatch.is_of_one_rank(layer.token_dispatcher):
+                if counts_stay(layer):
                     dispatch.keep_counts_on_device(layer.token_dispatcher)
         elif isinstance(experts, TEGroupedMLP):
             linear = (experts.linear_fc1, experts.linear_fc2)
@@ -81,6 +81,16 @@ def install(chunks: Iterable[torch.nn.Module]) -> None:
                     each = [part.get_parameter(f"weight{i}") for i in range(part.num_gemms)]
                     part.grouped_weights = [ExpertWeights(each)]
                     part.forward = types.MethodType(_grouped, part)
+
+
+def counts_stay(layer: MoELayer) -> bool:
+    """Returns whether a layer of experts leaves their row counts on the device."""
+    return hasattr(layer.experts, "grouped_weights") and dispatch.is_of_one_rank(layer.token_dispatcher)
+
+
+def all_counts_stay(model: torch.nn.Module) -> bool:
+    """Returns whether all layers of experts do so; true without any."""
+    return all(counts_stay(layer) for layer in model.modules() if isinstance(layer, MoELayer))
 
 
 def _fit(weights: Iterable[Tensor]) -> bool:
@@ -99,6 +109,7 @@ class ExpertWeights:
         for parameter, own in zip(parameters, together, strict=True):
             parameter.data = own
         self.tensors: Sequence[Tensor] = [together]
+        self.gradients: Tensor | None = None  # [E, O, I] in DDP's buffer, if the one tensor trains
 
     def join(self, ddp: DistributedDataParallel) -> None:
         """Follows trained parameters into DDP's buffers, and adds their gradients there.
@@ -122,7 +133,7 @@ class ExpertWeights:
                     ddp.param_to_bucket_group[parameter].register_grad_ready(parameter, ddp.force_all_reduce)
 
         weights.requires_grad_().register_post_accumulate_grad_hook(add)
-        self.tensors = [weights]
+        self.tensors, self.gradients = [weights], gradients
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:

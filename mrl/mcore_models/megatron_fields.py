@@ -179,7 +179,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     **_use("recipes of FP8 are transformer-engine's own", "fp8_quantizer_factory"),
     **_use("what each expert gets is padded after it has been routed", "moe_router_padding_for_fp8",
            "moe_router_padding_for_quantization"),
-    **_use("layers have no CUDA graphs", *"""
+    **_use("its graphs take no packed rows; engine.cuda_graphs is for them", *"""
         enable_cuda_graph external_cuda_graph optimizer_cuda_graph cuda_graph_impl cuda_graph_modules cuda_graph_scope
         cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
         cuda_graph_warmup_steps""".split()),  # noqa: SIM905

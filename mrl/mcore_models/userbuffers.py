@@ -69,9 +69,9 @@ def token_multiple(dims: ParallelDims) -> int:
 def places_of(engine: EngineConfig, dims: ParallelDims) -> int | None:
     """Returns how many positions every micro-batch has, over all tensor- and context-parallel ranks.
 
-    Returns None without userbuffers: micro-batches then have sizes of their own.
+    Returns None without userbuffers and `engine.micro_batch.pad`: micro-batches then have sizes of their own.
     """
-    if not is_enabled(engine.megatron):
+    if not (is_enabled(engine.megatron) or engine.micro_batch.pad):
         return None
     tokens = engine.micro_batch.token_limit
     assert tokens is not None, "check_config asks for it"
@@ -161,7 +161,7 @@ class BufferShape:
     def of(cls, engine: EngineConfig, hidden: int, dims: ParallelDims) -> BufferShape | None:
         """Returns the shape that an engine asks for; None without userbuffers."""
         places, given = places_of(engine, dims), engine.megatron
-        if places is None:
+        if places is None or not is_enabled(given):
             return None
         scattering = tuple(
             name for name in ("qkv", "fc1")

@@ -40,11 +40,12 @@ class Documents:
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns runs of neighbours of equal length: (first position, how many, length of each)."""
+    """Returns runs of neighbours of equal length: (first position, how many, length of each). Empty ones are none."""
     runs, start = [], 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
-        runs.append((start, count, length))
+        if length:
+            runs.append((start, count, length))
         start += count * length
     return runs
 

@@ -124,9 +124,10 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
 
 
 def without_userbuffers(config: RoleConfig) -> EngineConfig:
-    """Returns the engine without userbuffers: decoding pads no prompts, and one rank sends nothing."""
+    """Returns the engine without userbuffers and padding: decoding pads no prompts, and one rank sends nothing."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
-    return dataclasses.replace(config.engine, megatron=megatron_options)
+    micro_batch = dataclasses.replace(config.engine.micro_batch, pad=False)
+    return dataclasses.replace(config.engine, megatron=megatron_options, micro_batch=micro_batch, cuda_graphs=False)
 
 
 def _ids(phase: Phase, config: RoleConfig) -> DistillIds | None:

@@ -61,6 +61,8 @@ CASES = [
     # Keys against each other.
     Case("steps and epochs", "train.steps", ("train.epochs 1", "keep one"), ("train.epochs=1",)),
     Case("tokens and size", "engine.micro_batch.tokens", ("keep one",), ("engine.micro_batch={tokens: 64, size: 2}",)),
+    Case("padding to no number", "engine.micro_batch.pad", ("there is none", "set engine.micro_batch.tokens to a number"), ("engine.micro_batch.pad=true",)),
+    Case("graphs of any shape", "engine.cuda_graphs", ("engine.micro_batch.pad is false",), ("engine.cuda_graphs=true",)),
     Case("tokens below a row", "engine.micro_batch.tokens", ("data.max_length 64",), ("engine.micro_batch.tokens=63",)),
     Case("min_lr above lr", "optimizer.min_lr", ("give at most 0.001",), ("optimizer.min_lr=1e-2", "optimizer.lr=1e-3")),
     Case("long warm-up", "optimizer.warmup_steps", ("train.steps 2",), ("optimizer.warmup_steps=3",)),

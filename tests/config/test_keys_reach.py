@@ -139,6 +139,10 @@ ENGINE = [
             EVEN | {"engine.parallel.cp": 2}, what="with cp",
         ),
     ),
+    Row(
+        "engine.micro_batch.pad", looks.all_of(looks.lengths, looks.tokens_run),
+        [(DEFAULT, ([[16] * 4], [64])), (True, ([[16] * 4], [70]))], EVEN | {"engine.micro_batch.tokens": 70}, on=MEGATRON,
+    ),
     Row("engine.micro_batch.size", looks.lengths, [(DEFAULT, [[16] * 4]), (1, [[16]] * 4), (2, [[16] * 2] * 2)], EVEN),
 ]  # fmt: skip
 
@@ -330,6 +334,7 @@ IN_OTHER_TESTS = {
     **of_section("engine", "recompute_modules", "engine/test_recompute.py"),
     **of_section("engine", "offload", "engine/test_offload.py"),
     **of_section("engine", "batch_invariant", "engine/test_generation.py"),
+    **of_section("engine", "cuda_graphs", "engine/test_train_graphs.py"),
     **of_section("engine", "options", "engine/test_registry.py"),
     **of_section("engine", "megatron", "engine/test_padding.py"),
     **of_section("engine.fsdp", "reshard_after_forward", "engine/test_fsdp_defer.py"),

@@ -34,6 +34,7 @@ class Case:
     muon: bool = False
     router_losses: bool = False
     grouped: bool = False  # products of experts, where a GPU would not have them by itself
+    graphs: int = 0  # positions of each micro-batch, whose layers are CUDA graphs; 0 for none
     modules: tuple[str, ...] | None = None  # that selective recomputation is of
     offload: tuple[str, ...] = ()
     bf16_moments: bool = False
@@ -58,6 +59,7 @@ class Case:
             + [f"{self.ids} ids"] * bool(self.ids)
             + ["router losses"] * self.router_losses
             + ["grouped"] * self.grouped
+            + ["graphs"] * bool(self.graphs)
             + ["+".join(self.modules or ())] * (self.modules is not None)
             + ["bf16 moments"] * self.bf16_moments
             + ["optimizer on the host"] * self.optimizer_on_host
@@ -88,6 +90,7 @@ class Result:
     ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
     unordered: set[str] = dataclasses.field(default_factory=set)  # operators that add in no fixed order (order.py)
+    replays: int = 0  # of CUDA graphs
     of_te: set[str] = dataclasses.field(default_factory=set)  # transformer-engine's that move experts' rows
 
 

@@ -42,7 +42,7 @@ class Row:
     te: bool = False
     grouped: bool = False  # torch's grouped products of experts
     decodes: bool = False
-    graphs: bool = False
+    graphs: bool = False  # of steps of decoding, or of layers in training
 
     def __str__(self) -> str:
         words = (
@@ -53,7 +53,8 @@ class Row:
     def case(self, layers: int) -> Case:
         name, changes = MODELS[self.model]
         spec = "auto" if self.spec == "fsdp" else self.spec
-        return Case(name, layers=layers, spec=spec, grouped=self.grouped, lengths=EVEN, changes=changes)
+        places = sum(RAGGED) if self.graphs and not self.decodes else 0
+        return Case(name, layers=layers, spec=spec, grouped=self.grouped, lengths=EVEN, changes=changes, graphs=places)
 
 
 QUICK = [Row("dense", "local"), Row("dense", "fsdp"), Row("dense", "local", decodes=True)]
@@ -74,6 +75,9 @@ OTHERS = [
     Row("experts", "local", decodes=True, graphs=True),
     Row("latent", "local", decodes=True, graphs=True),
     Row("dense", "te", te=True, decodes=True, graphs=True),
+    Row("dense", "local", graphs=True),
+    Row("dense", "te", te=True, graphs=True),
+    Row("experts", "local", grouped=True, graphs=True),
     Row("delta", "local"),
     Row("delta", "fsdp"),
     Row("delta", "te", te=True),
@@ -84,6 +88,7 @@ ROWS = {str(row): row for row in [*QUICK, *OTHERS]}
 IN_CI = [
     ROWS[name] for name in (
         "experts local grouped_mm", "dense te", "latent te", "dense te decode graphs", "delta local decode graphs",
+        "experts local grouped_mm graphs",
     )
 ]  # fmt: skip
 """Of OTHERS those of CI's slow tier: each model, step and layer spec. The rest is of the nightly one."""

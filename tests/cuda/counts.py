@@ -76,10 +76,12 @@ def _fsdp_engine(folder: Path) -> Any:
 def _train(engine: Any, case: Case, given: Any, counter: _Counter) -> None:
     """Counts updates of one and two micro-batches, one of ragged rows, and a step of the optimizer, after a whole step."""
     from mrl.algorithms.sft import sft_loss
+    from mrl.mcore_models import train_graphs
 
     engine.init_model()
     engine.set_loss_fn(sft_loss)
-    _update(engine, given, case.lengths, 1)
+    for lengths in (case.lengths, RAGGED) if case.graphs else (case.lengths,):
+        _update(engine, given, lengths, 1 + (train_graphs.BEFORE_CAPTURE if case.graphs else 0))
     engine.optimizer_step()
     for name, lengths, micro_batches in (
         ("1 micro-batch", case.lengths, 1), ("2 micro-batches", case.lengths, 2), ("ragged", RAGGED, 1)

@@ -37,10 +37,7 @@ class Found:
 
 
 class _Sampling(_Given):
-    """Every step chooses token 1; no capture is refused on another rank."""
-
-    def number(self, tensor: torch.Tensor, function: str) -> Any:
-        return 0 if function == "_on_any_rank" else super().number(tensor, function)
+    """Every step chooses token 1."""
 
     def numbers(self, tensor: torch.Tensor, function: str) -> Any:
         if function == "tolist" and tensor.dim() == 2:  # of HostCopy

@@ -105,6 +105,12 @@ _active: list["Fake"] = []
 _rng = torch.zeros(16, dtype=torch.uint8)
 
 
+def _random_state(*_: Any, **__: Any) -> torch.Tensor:
+    if Graph.capturing:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+    return _rng
+
+
 class _Generator:
     def get_state(self) -> torch.Tensor:
         return _rng
@@ -132,6 +138,8 @@ class Graph:
 
     capturing = False
     """Whether one is being captured: the host must wait for nothing then."""
+    overrides = False
+    """Whether nodes of autograd that are on the default stream go to that of a capture."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.captured, self.replayed = False, 0
@@ -199,9 +207,10 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
         "get_device_capability": answer(capability), "Stream": Stream, "Event": Stream, "device": _Nothing,
         "current_stream": answer(stream), "default_stream": answer(stream),
         "stream": lambda _: contextlib.nullcontext(), "memory_stats": answer({}),
-        "synchronize": lambda *_: waits("torch.cuda.synchronize"), "get_rng_state": answer(_rng),
+        "synchronize": lambda *_: waits("torch.cuda.synchronize"), "get_rng_state": _random_state,
         "default_generators": tuple(_Generator() for _ in range(8)), "is_bf16_supported": answer(True),
         "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": answer(POOL),
+        "is_current_stream_capturing": lambda: Graph.capturing,
     }  # fmt: skip
     nothing = ("init", "_lazy_init", "set_device", "empty_cache", "set_stream", "reset_peak_memory_stats")
     answers |= {name: answer(None) for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all")}
@@ -219,6 +228,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     torch.nn.Module.to = _module_to
     torch.UntypedStorage.device = property(_device_of_storage)
+    torch.autograd.graph.set_override_stale_capture_stream = lambda enabled: setattr(Graph, "overrides", enabled)
     torch.autograd._engine_run_backward = _watched_backward(torch.autograd.graph._engine_run_backward)
     del fake_tensor.FakeTensor.tolist  # it asks for each number, which would say nothing of whose they are
 
@@ -234,6 +244,8 @@ def _watched_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     would go unwatched."""
 
     def backward(*args: Any, **kwargs: Any) -> Any:
+        if Graph.capturing and not Graph.overrides:  # DDP keeps nodes that were made before
+            raise RuntimeError("AccumulateGrad has a stale reference to the default stream (stream 0)")
         if not _active:
             return run(*args, **kwargs)
         with _active[-1].functions:

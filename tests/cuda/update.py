@@ -46,7 +46,8 @@ def config_of(case: Case, folder: Path) -> RoleConfig:
         parallel=parallel, recompute=case.recompute, recompute_modules=case.modules, offload=list(case.offload), layer_spec=case.spec,
         moe=MoEConfig(grouped_mm=case.grouped or "auto", **({"aux_loss": 0.01, "z_loss": 0.001} if case.router_losses else {})),
         micro_batch=MicroBatchConfig(tokens=TOKENS) if case.megatron.get("tp_comm_overlap")
-        else MicroBatchConfig(size=len(case.lengths)),
+        else MicroBatchConfig(tokens=case.graphs, pad=True) if case.graphs
+        else MicroBatchConfig(size=len(case.lengths)), cuda_graphs=bool(case.graphs),
     )  # fmt: skip
     model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)
     mtp = MTPConfig(detach=case.detached) if case.mtp else None

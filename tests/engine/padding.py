@@ -17,12 +17,12 @@ from mrl.errors import ConfigError
 from tests.engine import contract, tiny
 
 
-def compare(config: RoleConfig, padding: dict[str, int]) -> dict[str, Any]:
+def compare(config: RoleConfig, padding: dict[str, Any]) -> dict[str, Any]:
     """Returns how far a step of the padded engine is from that of the other, in all numbers that it has: loss, metrics,
     log-probs and entropies, gradients (the worst tensor's), norm, weights, and an evaluation; and whether the tokens of a
     layer's linears are what they are padded to, in the one and the other.
 
-    padding: of the engine's setup, `multiple` or `places`."""
+    padding: of the engine's setup, `multiple`, or `places` and `fixed`."""
     plain, padded = contract.make_engine(config), contract.make_engine(config)
     padded.setup = dataclasses.replace(padded.setup, **padding)
     results = [_step(engine) for engine in (plain, padded)]

@@ -25,7 +25,7 @@ ROUNDING = 1e-5
 CASES = [
     ("qwen3", 1, {}, {"multiple": 16}, {"tokens": 64}),
     ("qwen3_moe", 1, {}, {"multiple": 32}, {"size": 1}),
-    ("qwen3_moe", 2, {"tp": 2}, {"places": 66}, {"tokens": 65}),
+    ("qwen3_moe", 2, {"tp": 2}, {"places": 66, "fixed": True}, {"tokens": 65}),
     ("qwen3", 2, {"cp": 2}, {"multiple": 16}, {"size": 2, "packing": False}),
     ("qwen3", 2, {"pp": 2}, {"multiple": 16}, {"size": 2}),
     ("deepseek_v3", 2, {"ep": 2}, {"multiple": 32}, {"size": 1}),

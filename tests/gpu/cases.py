@@ -192,5 +192,9 @@ OF_RANKS = [
     of_engine("samples_as_hugging_face", "qwen3_moe", "float32", "expected", ranks=2, layer_spec="local", parallel={"ep": 2}),
     of_engine("resume_is_bitwise", "qwen3", "float32", "path", ranks=2, backend="fsdp"),
 ]  # fmt: skip
-CASES = [*BF16, *GROUPED, *KEYS, *WAITS, *DECODED, *SAME, *OF_ENGINE, *FP32, *OF_RANKS]
+GRAPHS = [
+    *(Case(f"training graphs {family} {spec}", "training_graphs", {"family": family, "dtype": "bfloat16", "layer_spec": spec}) for family, spec in (("qwen3", "local"), ("qwen3", "te"), ("mistral", "local"), ("qwen3_moe", "local"))),
+    Case("training graphs qwen3 te tp2, 2 ranks", "training_graphs", {"family": "qwen3", "dtype": "bfloat16", "layer_spec": "te", "ranks": 2, "parallel": {"tp": 2}}),
+]  # fmt: skip
+CASES = [*BF16, *GROUPED, *KEYS, *WAITS, *GRAPHS, *DECODED, *SAME, *OF_ENGINE, *FP32, *OF_RANKS]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -253,6 +253,17 @@ def overlapped(family: str, dtype: str, *, ranks: int, **options: Any) -> dict[s
     }
 
 
+def training_graphs(family: str, dtype: str, *, ranks: int = 1, **options: Any) -> dict[str, Any]:
+    """Steps with `engine.cuda_graphs` against steps without (tests/engine/train_graphs.py)."""
+    found = in_ranks(ranks, "tests.engine.train_graphs:repeated", config=role(family, dtype=dtype, **options))
+    problems = list(found.pop("lines")) + ["no graph was replayed"] * (DEVICE == "cuda" and not found["replays"])
+    if not found["differ"] <= 3 * found["again"]:
+        problems.append(
+            f"numbers differ by {found['differ']:.1e}, and those of two runs without by {found['again']:.1e}"
+        )
+    return found | {"problems": problems}
+
+
 def link(way: str, *, mib: int = 1024, ranks: int = 1) -> dict[str, Any]:
     """Weights from one process to another, as to a rollout server's (mrl/engine/links.py): every byte, and how fast."""
     if ranks > 1:

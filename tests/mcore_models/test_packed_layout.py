@@ -15,6 +15,7 @@ cpu_stand_in.prepare()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from mrl.engine.megatron.inputs import prepare  # noqa: E402
+from mrl.mcore_models.attention import PackedLayout  # noqa: E402
 
 LENGTHS = ((), (1,), (7, 1, 30), (4, 4))
 LAYOUTS = ({}, {"tp": 2}, {"cp": 2}, {"cp": 3}, {"tp": 4, "cp": 2}, {"tp": 3})
@@ -53,3 +54,16 @@ def test_all_tokens_belong_to_a_sequence(lengths, layout, packed):
         assert len(inputs.places) == sum(lengths)
         within = inputs.places - starts[ends - 1]
         assert within.tolist() == [i for n in lengths for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "padded, sequences, longest",
+    [((3, 5), 8, 8), ((300, 200, 12), 8, 512), ((300, 600), 8, 900), ((40,) * 8, 8, 256), ((40,) * 9, 16, 256)],
+)
+def test_layouts_of_a_bucket_have_one_shape(padded, sequences, longest):
+    """The sequences behind the last are empty, and the longest is no longer than all positions."""
+    for qkv_format, rounded in (("sbhd", longest), ("thd", -(-longest // 64) * 64)):
+        layout = PackedLayout.for_sequences(padded, positions=torch.empty(0), qkv_format=qkv_format, fixed=True)
+        starts = [*itertools.accumulate(padded, initial=0)]
+        assert layout.cu_seqlens_q.tolist() == starts + [sum(padded)] * (sequences - len(padded))
+        assert layout.max_seqlen_q == layout.max_seqlen_kv == rounded and layout.padded_lengths == padded

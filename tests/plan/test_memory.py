@@ -206,9 +206,9 @@ def test_userbuffers_and_the_padding_to_one_size(planner):
 def test_micro_batches_of_one_size_count_the_places_that_context_parallelism_adds():
     """250 tokens take 252 places of 1004: three sequences, where four fit by their tokens."""
     dims = ParallelDims(4, tp=2, cp=2, sp=True)
-    for further, lengths in (({}, (250,) * 4), ({"tp_comm_overlap": True}, (250,) * 3)):
-        engine = EngineConfig(micro_batch=MicroBatchConfig(tokens=1001), megatron=further)
-        assert micro_batches(dataclasses.replace(CONFIG, engine=engine), dims, 8, 250).lengths == lengths
+    for further, pad, lengths in (({}, False, 4), ({"tp_comm_overlap": True}, False, 3), ({}, True, 3)):
+        engine = EngineConfig(micro_batch=MicroBatchConfig(tokens=1001, pad=pad), megatron=further)
+        assert micro_batches(dataclasses.replace(CONFIG, engine=engine), dims, 8, 250).lengths == (250,) * lengths
 
 
 def test_copies_in_8_bits_are_where_parameters_are():

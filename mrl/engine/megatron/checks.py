@@ -11,7 +11,7 @@ from mrl.config.backends import OWN_KEYS
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
-from mrl.mcore_models import fp8, layer_spec, megatron_needs, userbuffers
+from mrl.mcore_models import fp8, graph_limits, layer_spec, megatron_needs, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import recompute_modules
@@ -31,6 +31,7 @@ class MegatronChecks(EngineChecks):
         if engine.batch_invariant:
             check_batch_invariant(engine)
         userbuffers.check_config(model, engine)
+        graph_limits.check_config(model, engine)
 
     @classmethod
     def check_model(
@@ -44,9 +45,8 @@ class MegatronChecks(EngineChecks):
         megatron_needs.check(engine.megatron, fields, dims)
         if engine.moe.grouped_mm is True:
             check_grouped(engine, fields)
-        userbuffers.check_model(
-            engine, fields, dims, longest=sequences.longest, key=sequences.key, packed=sequences.packed
-        )
+        for check in (userbuffers.check_model, graph_limits.check_model):
+            check(engine, fields, dims, longest=sequences.longest, key=sequences.key, packed=sequences.packed)
         if engine.batch_invariant and fields.get("num_moe_experts") and dims.experts_span_replicas:
             why = f"is not for experts on ranks of several replicas: they get tokens of all at once ({dims.describe()})"
             raise ConfigError("engine.batch_invariant", True, why, "set engine.parallel.etp to 1, or leave this out")
@@ -100,6 +100,16 @@ def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any
         lines.append(
             f"engine.megatron.{userbuffers.FIELD}: every micro-batch is padded to engine.micro_batch.tokens "
             f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/tp-overlap.md)"
+        )
+    if engine.micro_batch.pad:
+        lines.append(
+            f"engine.micro_batch.pad: every micro-batch is padded to engine.micro_batch.tokens "
+            f"({engine.micro_batch.tokens}), in evaluations and log-probs too (docs/training-graphs.md)"
+        )
+    if engine.cuda_graphs:
+        lines.append(
+            "engine.cuda_graphs: a GPU replays the layers as CUDA graphs in training; none has run it "
+            "(docs/training-graphs.md)"
         )
     if engine.recompute == "selective":
         modules = recompute_modules(fields, engine.recompute_modules, layer_spec=spec.name)

@@ -134,13 +134,21 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             patches.check(fp8.__name__)
         self.model.init(read)
         state = optim.offload_tensors(self.model.chunks, self.model.wrapped, self.model.optimizer)
-        drop_copies = {"parameters": functools.partial(fp8.forget_copies, self.model.chunks)}
+        drop_copies = {"parameters": self._forget_copies, "gradients": self._forget_graphs}
         self.offload = Offload(self.config.engine.offload, state, spent=("gradients",), drop_copies=drop_copies)
         self._late = optim.gathers_in_forward(self.model.wrapped)
         # DDP's hooks would gather in the first forward (_make_forward_pre_hook). In generation not every rank has one,
         # and the all-gather would wait forever.
         self._ungathered = self._late
         self._gather()
+
+    def _forget_copies(self) -> None:
+        fp8.forget_copies(self.model.chunks)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        for graphs in self.model.train_graphs:
+            graphs.forget()
 
     def _gather(self) -> None:
         """Gathers parameters that an update has left to the next forward of training (`overlap_param_gather`)."""

@@ -5,9 +5,9 @@ ranks.
 
 Every sequence is padded to a multiple of 2*cp (its zigzag segments). The whole micro-batch is padded to a multiple of
 what sequence parallelism splits and, for FP8, of what its products take of each rank. "Padded" micro-batches give every
-sequence the same number of positions. For transformer-engine's userbuffers all micro-batches have the same number. The
-rest behind the last sequence is filled with sequences of padding. None is longer than the longest of the others (or
-`PADDING`), so attention computes no more for them than for real ones.
+sequence the same number of positions. With `engine.micro_batch.pad`, and for transformer-engine's userbuffers, all
+micro-batches have the same number. The rest behind the last sequence is filled with sequences of padding. None is
+longer than the longest of the others (or `PADDING`), so attention computes no more for them than for real ones.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ def prepare(
     multiple: int = 1,
     places: int | None = None,
     fillers: int = 1,
+    fixed: bool = False,
 ) -> ModelInputs:
     """Lays out the sequences of a micro-batch for this rank.
 
     thd: for transformer-engine's attention. mtp: MTP layers to run. multiple, places: as in `padded_lengths`. fillers:
-    so many ids alternate in padding. With much padding, equal ids would all go to the same experts.
+    so many ids alternate in padding. With much padding, equal ids would all go to the same experts. fixed: as of
+    `PackedLayout.for_sequences`.
     """
     lengths = batch.lengths.tolist()
     padded = padded_lengths(lengths, dims, packed=packed, multiple=multiple, places=places)
@@ -113,7 +115,7 @@ def prepare(
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = to_device(zigzag_inverse(tuple(padded), dims.cp), device)
     layout = PackedLayout.for_sequences(
-        padded, positions=to_device(positions, device), order=order, qkv_format="thd" if thd else "sbhd"
+        padded, positions=to_device(positions, device), order=order, qkv_format="thd" if thd else "sbhd", fixed=fixed
     )
     trained = None if counts.all() else to_device(counts.nonzero()[:, 0], device)
     mtp_inputs = tuple(_mtp_inputs(batch, depth, at, total, mine, device) for depth in range(1, mtp + 1))

@@ -23,10 +23,11 @@ from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.engine.stored_weights import say_carried
 from mrl.errors import ConfigError
-from mrl.mcore_models import grouped, layer_spec, userbuffers
+from mrl.mcore_models import graph_limits, grouped, layer_spec, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
+from mrl.mcore_models.train_graphs import TrainGraphs
 from mrl.ops import devices
 from mrl.parallel import ParallelDims
 from mrl.weights.composites import COMPOSITES, CarriedReader, as_stored_in
@@ -72,6 +73,7 @@ class Model:
         self.activations: ActivationOffload | None = None  # None if they stay on the device
         self.batch_invariant = config.engine.batch_invariant  # sampling feeds one token at a time
         self.captures_graphs = devices.has_gpu()  # of decoding steps; false once a capture has failed
+        self.train_graphs: Sequence[TrainGraphs] = ()  # of each chunk, if `engine.cuda_graphs`
 
     @property
     def device(self) -> torch.device:
@@ -139,9 +141,19 @@ class Model:
             self.optimizer = optim.build_optimizer(
                 config.optimizer, self.wrapped, self.dtype, config.engine.megatron, matrices
             )
+            if config.engine.cuda_graphs and self.captures_graphs:
+                self.train_graphs = [self._graphs(ddp) for ddp in self.wrapped]
         with self._start() if read is None else contextlib.nullcontext(read) as source:
             self.fill(source)
         self.adapter_identity = identity_of(config, self.family, self.hf)
+
+    def _graphs(self, ddp: Any) -> TrainGraphs:
+        """Makes the layers of a chunk run as graphs in training."""
+        decoder = ddp.module.decoder
+        if devices.has_gpu():
+            graph_limits.check_layers(self.spec, self.dtype, counts_stay=grouped.all_counts_stay(decoder))
+        decoder.forward = graphs = TrainGraphs(decoder, ddp, ddp.module.pg_collection.tp)
+        return graphs
 
     @contextlib.contextmanager
     def _start(self) -> Iterator[Callable[[str], Any]]:

@@ -41,6 +41,7 @@ class PipelineConfig:
     detaches_mtp: bool = False  # the gradient of their losses stays within them
     multiple: int = 1  # a rank's positions are a multiple of it (mcore_models/fp8.py)
     places: int | None = None  # positions of every micro-batch, over all ranks, if all have the same (userbuffers.py)
+    fixed: bool = False  # as of `PackedLayout.for_sequences`
 
     @classmethod
     def of(cls, model: Any, config: RoleConfig) -> PipelineConfig:
@@ -50,6 +51,7 @@ class PipelineConfig:
             vocab_size=model.hf["vocab_size"], mtp=model.mtp, mtp_weight=model.mtp_weight,
             detaches_mtp=model.detaches_mtp, multiple=fp8.multiple_of(config.engine.megatron),
             places=userbuffers.places_of(config.engine, model.dims),
+            fixed=config.engine.micro_batch.pad and model.dims.cp == 1,
         )  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def make_micro_batch(
     inputs = model_inputs.prepare(
         batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd,
         mtp=setup.mtp if trains else 0, multiple=setup.multiple, places=setup.places,
-        fillers=1 if setup.places is None else setup.vocab_size,
+        fillers=1 if setup.places is None else setup.vocab_size, fixed=setup.fixed,
     )  # fmt: skip
     return MicroBatch(batch.to(device), ctx, inputs)
 

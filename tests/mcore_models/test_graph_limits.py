@@ -1,0 +1,127 @@
+"""What `engine.micro_batch.pad` and `engine.cuda_graphs` are refused with, by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mrl.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    MicroBatchConfig,
+    MoEConfig,
+    MTPConfig,
+    ParallelConfig,
+    TrainedModelConfig,
+)
+from mrl.engine.checks import Sequences
+from mrl.engine.fsdp.checks import FSDPChecks
+from mrl.engine.megatron.checks import MegatronChecks
+from mrl.errors import ConfigError
+from mrl.mcore_models import graph_limits
+from mrl.parallel import ParallelDims
+from tests.engine import tiny
+
+PADDED = MicroBatchConfig(tokens=64, pad=True)
+SEQUENCES = Sequences(64, "data.max_length 64", packed=True, generated=False)
+GRAPHS, PAD = "engine.cuda_graphs: value true ", "engine.micro_batch.pad: value true "
+
+OF_KEYS = [
+    ({"micro_batch": MicroBatchConfig(tokens=64)}, {}, GRAPHS + "needs micro-batches of one shape"),
+    ({"parallel": ParallelConfig(pp=2)}, {}, GRAPHS + "is not for engine.parallel.pp 2; set that to 1"),
+    ({"parallel": ParallelConfig(cp=2)}, {}, GRAPHS + "is not for engine.parallel.cp 2"),
+    ({"parallel": ParallelConfig(ep=2)}, {}, GRAPHS + "is not for engine.parallel.ep 2"),
+    ({"recompute": "full"}, {}, GRAPHS + "is not for engine.recompute full"),
+    ({"offload": ("optimizer", "parameters", "gradients")}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves gradients and parameters"),
+    ({"offload": ("activations",)}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves activations"),
+    ({"megatron": {"moe_router_fusion": True}}, {}, GRAPHS + "is not for engine.megatron.moe_router_fusion"),
+    ({"megatron": {"tp_comm_overlap": True}}, {}, GRAPHS + "is not for engine.megatron.tp_comm_overlap"),
+    ({}, {"lora": LoraConfig()}, GRAPHS + "is not for adapters"),
+    ({}, {"mtp": MTPConfig()}, GRAPHS + "is not for MTP layers"),
+    ({"micro_batch": MicroBatchConfig(pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and there is none; set engine.micro_batch.tokens"),
+    ({"micro_batch": MicroBatchConfig(size=2, pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and there is none"),
+    ({"megatron": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "cuda_graphs": False}, {}, PAD + "is not for engine.megatron.fp8"),
+    ({"megatron": {"moe_expert_capacity_factor": 1.0}, "cuda_graphs": False}, {}, PAD + "pads with tokens that take places of experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine, model, said", OF_KEYS)
+def test_keys_that_do_not_go_together(engine, model, said):
+    config = EngineConfig(**{"micro_batch": PADDED, "cuda_graphs": True} | engine)
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        MegatronChecks.check_config(TrainedModelConfig(path="folder", **model), config)
+
+
+OF_MODELS = [
+    ("deepseek_v3", {}, GRAPHS + "is not for latent attention"),
+    ("qwen3_5", {}, GRAPHS + "is not for gated delta nets"),
+    ("qwen3", {"attention_dropout": 0.1}, GRAPHS + "draws no random numbers, and the model's config.json has a dropout"),
+    ("gpt_oss", {}, GRAPHS + "needs layers of experts that ask the host for nothing, and the model's have biases"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, changes, said", OF_MODELS)
+def test_models_that_are_not_captured(family, changes, said):
+    refused(said, family, ParallelDims(), **changes)
+
+
+@pytest.mark.parametrize(
+    "engine, dims, why",
+    [
+        ({"moe": MoEConfig(grouped_mm=False)}, ParallelDims(), "engine.moe.grouped_mm is false"),
+        ({"layer_spec": "te"}, ParallelDims(), "transformer-engine's do (engine.layer_spec is te)"),
+        ({}, ParallelDims(2, tp=2, etp=2, sp=True), "these are on 2 ranks (engine.parallel.etp is 2)"),
+    ],
+)
+def test_experts_whose_counts_go_to_the_host(engine, dims, why):
+    said = GRAPHS + "needs layers of experts that ask the host for nothing, and "
+    refused(said + why, "qwen3_moe", dims, engine)
+
+
+def refused(said, family, dims, engine=None, **changes):
+    config = EngineConfig(micro_batch=PADDED, cuda_graphs=True, **(engine or {}))
+    model = tiny.config_of(family, **changes).to_dict()
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        MegatronChecks.check_model(config, dims, model, SEQUENCES)
+
+
+def test_what_is_captured_passes():
+    config = EngineConfig(micro_batch=PADDED, cuda_graphs=True, offload=("optimizer",), megatron={"bucket_size": 9})
+    MegatronChecks.check_config(TrainedModelConfig(path="folder"), config)
+    for family, dims in (
+        ("qwen3", ParallelDims(2, tp=2)),
+        ("qwen3_moe", ParallelDims(2, tp=2, sp=True)),
+        ("mistral", ParallelDims()),
+    ):
+        MegatronChecks.check_model(config, dims, tiny.config_of(family).to_dict(), SEQUENCES)
+
+
+def test_sequences_that_are_not_padded_to_one_size():
+    model, pad = tiny.config_of("qwen3").to_dict(), EngineConfig(micro_batch=PADDED)
+    for sequences, said in (
+        (Sequences(65, "data.max_length", packed=True, generated=False), "engine.micro_batch.tokens: value 64 is less than 65 (data.max_length), and with engine.micro_batch.pad no micro-batch can have more; give at least 65"),
+        (Sequences(64, "data.max_length", packed=False, generated=False), PAD + "needs packed micro-batches"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="^" + re.escape(said)):
+            MegatronChecks.check_model(pad, ParallelDims(), model, sequences)
+
+
+def test_layers_that_a_gpu_gets():
+    graph_limits.check_layers("local", torch.bfloat16, counts_stay=True)
+    graph_limits.check_layers("te", torch.float32, counts_stay=True)
+    for dtype, stay, why in (
+        (torch.float32, True, "needs attention in one call"),
+        (torch.bfloat16, False, "needs layers of experts"),
+    ):
+        with pytest.raises(ConfigError, match="^" + GRAPHS + why):
+            graph_limits.check_layers("local", dtype, counts_stay=stay)
+
+
+@pytest.mark.parametrize(
+    "engine, key", [({"micro_batch": PADDED}, "micro_batch.pad"), ({"cuda_graphs": True}, "cuda_graphs")]
+)
+def test_the_other_engine_has_neither(engine, key):
+    with pytest.raises(ConfigError, match=rf"^engine\.{key}: value true is not supported by backend fsdp.*megatron"):
+        FSDPChecks.check_config(TrainedModelConfig(path="folder"), EngineConfig(backend="fsdp", **engine))
