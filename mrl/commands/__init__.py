@@ -78,7 +78,8 @@ def say(message: str) -> None:
     """
     rank = launched_rank(os.environ)
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
-    print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
+    # in one write: print's own line end is another, and lines of several ranks would be one
+    print(f"{prefix}{' '.join(message.split())}\n", end="", file=sys.stderr, flush=True)
 
 
 def echo(text: str, end: str = "\n") -> None:

@@ -163,6 +163,9 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
             f"does not go with actor.engine.device {config.actor.engine.device}: all roles share the same processes",
             "give both the same, or leave this one out",
         )
+    if engine.cuda_graphs and role in TRAINED and config.train.offload_idle != "never":
+        why = f"captures its graphs again after each offload, and train.offload_idle is {config.train.offload_idle}"
+        raise ConfigError(f"{path}.cuda_graphs", True, why, "set that to never, or leave this out")
     if role not in TRAINED:
         check_never_trains(engine, path, "the teacher" if role.startswith("reference.others.") else f"the {role}")
 

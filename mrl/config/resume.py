@@ -145,6 +145,8 @@ def _listed(value: Any, same: int) -> str:
     """Returns a value in words; of a list the entries after the `same` first, and of each mapping its first key."""
     if not isinstance(value, list):
         return show(value)
+    if not any(isinstance(entry, Mapping) for entry in value) and len(whole := show(value)) < MAX_SHOWN:
+        return whole
     entries = [
         f"{{{show(name)}: {show(entry[name])}, ...}}"
         if isinstance(entry, Mapping) and (name := next((n for n, v in entry.items() if v is not None), None))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mrl.errors import one_line
 from mrl.mcore_models.decoder import Decoder
+from mrl.ops import devices
 from mrl.ops.devices import tensor_on
 from mrl.ops.kv_cache import CachedStep, KVCache
 
@@ -119,7 +120,10 @@ class DecodeGraphs:
         graph, out, refusal = torch.cuda.CUDAGraph(), None, None
         try:
             # other threads (a checkpoint in the background, a server's) may call CUDA meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                devices.stream_restored(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 out = self._run(bucket)
         except RuntimeError as error:
             refusal = one_line(str(error), 200)

@@ -1,7 +1,7 @@
 """Checks `engine.micro_batch.pad` and `engine.cuda_graphs`, without importing megatron.
 
 A CUDA graph has one shape and fixed memory, and nothing in it may wait for the host. So micro-batches are padded to one
-number of positions. What is not known to be captured is refused.
+number of positions. All that is not known to be captured is refused.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
     for name in megatron_fields.fields_of_kind(engine.megatron, "transformer"):
         if name not in LAYER_FIELDS:
             _refuse(f"is not for {megatron_fields.KEY}.{name}")
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if engine.megatron.get(name):
+            why = "is not for {}.{}: replicas that replay and others would communicate in different orders"
+            _refuse(why.format(megatron_fields.KEY, name))
     if isinstance(model, TrainedModelConfig):
         if model.lora is not None:
             _refuse("is not for adapters (model.lora)")
@@ -110,6 +114,8 @@ def check_layers(spec: str, dtype: torch.dtype, *, counts_stay: bool) -> None:
 
     counts_stay: whether no layer of experts reads on the host how many tokens each expert gets.
     """
+    if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+        _refuse(f"needs torch 2.13, and this is {torch.__version__}", "leave it out")
     if dtype == torch.float32 and spec == "local":
         why = "needs attention in one call for rows of any lengths, which local layers have in 16 bits alone"
         _refuse(why, "set model.dtype to bfloat16, or leave it out")

@@ -4,16 +4,15 @@ A layer has many small kernels, and the host starts each in both passes. Two gra
 pass of the layers, one for the backward pass. Embedding, head and loss stay outside.
 
 A graph has one shape and fixed memory. `engine.micro_batch.pad` gives all micro-batches the same number of positions.
-Sequences and the longest of them come in buckets (`PackedLayout.fixed`), and each bucket has a pair of graphs. What
-differs between micro-batches goes into tensors that stay: hidden states, rotary angles, the padding mask and
-`cu_seqlens`.
+Sequences and the longest of them come in buckets (`PackedLayout.fixed`), and each bucket has a pair of graphs. Tensors
+that stay take each micro-batch's hidden states, rotary angles, padding mask and `cu_seqlens`.
 
 The backward graph adds gradients of parameters to megatron's buffers, as hooks of its DDP do. They run in no replay.
-After it the parameters are reported to DDP, whose buckets are then reduced (`overlap_grad_reduce`).
+So DDP overlaps nothing: a replica that replays and one that does not would reduce and gather in different orders.
 
 Evaluation and log-probs run kernel by kernel, and so do the first micro-batches of a bucket. They have the same bits.
 
-    graphs = TrainGraphs(decoder, ddp, group)
+    graphs = TrainGraphs(decoder, group)
     decoder.forward = graphs          # what GPTModel calls
 """
 
@@ -28,13 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from mrl.errors import one_line
 from mrl.mcore_models import grouped
 from mrl.mcore_models.attention import PackedLayout
+from mrl.ops import devices
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ class Weight:
 
     leaf: Tensor  # that autograd sees
     main_grad: Tensor  # fp32, where megatron sums its gradient
-    parameters: Sequence[torch.nn.Parameter]  # that DDP knows
 
     def add(self, gradient: Tensor | None) -> None:
         """Does what DDP's hook does (distributed_data_parallel.py, 0.16.1 and 0.19.2)."""
@@ -71,7 +69,6 @@ class Bucket:
     out: Tensor | None = None  # [T, 1, H], and its gradient
     out_grad: Tensor | None = None
     hidden_grad: Tensor | None = None
-    trained: Sequence[Weight] = ()  # that get a gradient, in the order of the backward pass
     kept: Sequence[Tensor] = ()  # megatron's buffers that the graphs write to; it takes others for larger tensors
 
     def fill(self, hidden: Tensor, layout: PackedLayout, others: dict[str, Tensor]) -> None:
@@ -85,8 +82,8 @@ class Bucket:
 class TrainGraphs:
     """Stands for the forward of a chunk's decoder. group: the tensor-parallel ranks, which have graphs all or none."""
 
-    def __init__(self, decoder: torch.nn.Module, ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-        self.run, self.decoder, self.ddp, self.group = decoder.forward, decoder, ddp, group
+    def __init__(self, decoder: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        self.run, self.decoder, self.group = decoder.forward, decoder, group
         self.captures, self.replays = True, 0
         self._buckets: dict[tuple, Bucket] = {}
         self._shared: dict[tuple, Tensor] = {}  # of buckets, by name and shape
@@ -102,7 +99,6 @@ class TrainGraphs:
         bucket = self._bucket(hidden_states, layout, tensors)
         bucket.steps += 1
         if bucket.steps > BEFORE_CAPTURE:
-            self._finish_gathers()
             bucket.fill(hidden_states, layout, tensors)
             if bucket.forward is None:
                 self._capture(bucket)
@@ -114,6 +110,7 @@ class TrainGraphs:
         """Drops all graphs: parameters or gradients leave their memory."""
         self._buckets.clear()
         self._shared.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
 
     def _shared_like(self, name: str, like: Tensor) -> Tensor:
         """Returns a tensor that all buckets of a shape have under this name."""
@@ -121,12 +118,6 @@ class TrainGraphs:
         if key not in self._shared:
             self._shared[key] = torch.zeros_like(like)
         return self._shared[key]
-
-    def backward_done(self, bucket: Bucket) -> None:
-        """Reports gradients to DDP."""
-        if self.ddp.ddp_config.overlap_grad_reduce:
-            for parameter in (p for weight in bucket.trained for p in weight.parameters):
-                self.ddp.param_to_bucket_group[parameter].register_grad_ready(parameter, self.ddp.force_all_reduce)
 
     def _bucket(self, hidden: Tensor, layout: PackedLayout, others: dict[str, Tensor]) -> Bucket:
         shapes = ((name, t.shape, t.dtype) for name, t in (("hidden", hidden), *sorted(others.items())))
@@ -140,28 +131,21 @@ class TrainGraphs:
             self._buckets[key] = Bucket(self._shared_like("hidden", hidden).requires_grad_(), static, own)
         return self._buckets[key]
 
-    def _finish_gathers(self) -> None:
-        """Waits for parameters that are being gathered (`overlap_param_gather`): hooks of modules run in no replay."""
-        if self.ddp.ddp_config.overlap_param_gather:
-            parameters = (p for p in self.decoder.parameters() if p.requires_grad)
-            for group in dict.fromkeys(self.ddp.param_to_bucket_group[p] for p in parameters):
-                group.finish_param_sync()
-
     def _weights(self) -> list[Weight]:
         """Returns what the layers train, from the last to the first."""
         together = [w for w in grouped.weights_of(self.decoder) if w.gradients is not None]
         joined = {id(parameter) for weights in together for parameter in weights.parameters}
         found = [
-            Weight(p, p.main_grad, [p])
+            Weight(p, p.main_grad)
             for p in self.decoder.parameters() if p.requires_grad and id(p) not in joined
         ]  # fmt: skip
-        return [*(Weight(w.tensors[0], w.gradients, w.parameters) for w in together), *found][::-1]
+        return [*(Weight(w.tensors[0], w.gradients) for w in together), *found][::-1]
 
     def _capture(self, bucket: Bucket) -> None:
         """Makes the graphs of a bucket. If CUDA refuses, one line says so, and all goes on kernel by kernel."""
         refusal = None
         try:
-            with _capturing():
+            with _capturing(), devices.stream_restored():
                 self._capture_both(bucket)
         except RuntimeError as error:
             refusal = one_line(str(error), 200)
@@ -192,7 +176,6 @@ class TrainGraphs:
             )
             for weight, grad in zip(weights, grads, strict=True):
                 weight.add(grad)
-        bucket.trained = [weight for weight, grad in zip(weights, grads, strict=True) if grad is not None]
         bucket.out, bucket.out_grad = out.detach(), out_grad
         bucket.kept = [*parallel_state.get_global_memory_buffer().buffer.values()]
         bucket.forward, bucket.backward = forward, backward
@@ -225,7 +208,6 @@ class _Replay(torch.autograd.Function):
         assert bucket.backward is not None and bucket.out_grad is not None and bucket.hidden_grad is not None
         bucket.out_grad.copy_(grad)
         bucket.backward.replay()
-        ctx.graphs.backward_done(bucket)
         return bucket.hidden_grad.detach(), None, None
 
 

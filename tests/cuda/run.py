@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -86,9 +87,11 @@ def waiting(case: Case) -> tuple[list[str], int]:
     from mrl.mcore_models import graph_limits, train_graphs
 
     said: list[str] = []
-    graph_limits.check_layers = lambda *_, **__: None
-    train_graphs.logger.warning = lambda text, *of: said.append(text % of)
-    return said, run(case).replays
+    with (
+        mock.patch.object(graph_limits, "check_layers", lambda *_, **__: None),
+        mock.patch.object(train_graphs.logger, "warning", lambda text, *of: said.append(text % of)),
+    ):
+        return said, run(case).replays
 
 
 @contextlib.contextmanager

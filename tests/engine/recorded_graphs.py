@@ -1,6 +1,6 @@
 """CUDA graphs on a CPU: a capture notes each operator that is called, and a replay calls them again on the same tensors.
 
-What a capture computes is undone, as on a GPU, where it computes nothing. What is read on the host in a capture stays as it was then,
+A capture's results are undone, as on a GPU, where it computes nothing. Numbers that the host reads in a capture stay as they were then,
 so a replay on other rows shows it.
 """
 

@@ -15,7 +15,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.mcore_models import train_graphs
-from tests.engine import contract, overlap, recorded_graphs, te_like, tiny
+from tests.engine import contract, recorded_graphs, te_like, tiny
 
 SIZES = ((9, 24), (40, 5), (5, 24), (40, 5), (14, 24), (40, 5))  # sequences of a step, and tokens of the longest
 LAST = PLAIN_CTX | {"last": True}
@@ -26,20 +26,19 @@ class Compared:
     differ: dict[str, float]  # what is not the same to the bit
     replays: int
     shapes: int  # that were captured
-    begun: dict[str, int]  # as of `overlap._watched`
     lines: list[str]  # that are said
 
 
 def compare(config: RoleConfig, te: bool = False, stale: str = "", refuses: int | None = None) -> Compared:
     """Compares all numbers of steps. stale: an input that replays do not get. refuses: the rank whose captures fail."""
     with te_like.te_like() if te else contextlib.nullcontext():
-        plain, *_, replays, _ = _run(with_graphs(config, False), "", None)
+        plain, _, replays, _ = _run(with_graphs(config, False), "", None)
         assert not replays
-        found, begun, shapes, replays, lines = _run(with_graphs(config, True), stale, refuses)
+        found, shapes, replays, lines = _run(with_graphs(config, True), stale, refuses)
     assert found.keys() == plain.keys()
     differ = {str(name): float((found[name] - value).abs().max()) for name, value in plain.items()
               if not torch.equal(found[name], value)}  # fmt: skip
-    return Compared(differ, replays, shapes, begun, lines)
+    return Compared(differ, replays, shapes, lines)
 
 
 def with_graphs(config: RoleConfig, on: bool) -> RoleConfig:
@@ -54,7 +53,6 @@ def _run(config: RoleConfig, stale: str, refuses: int | None) -> tuple:
     fails = dist.get_rank() == refuses
     with (
         recorded_graphs.installed(fails=fails) as counted,
-        overlap._watched() as begun,
         mock.patch.multiple(train_graphs, BEFORE_CAPTURE=1),
         mock.patch.object(train_graphs.Bucket, "fill", _without(stale, train_graphs.Bucket.fill)),
         mock.patch.object(train_graphs.logger, "warning", lambda text, *of: lines.append(text % of)),
@@ -65,7 +63,7 @@ def _run(config: RoleConfig, stale: str, refuses: int | None) -> tuple:
         engine.set_loss_fn(contract.loss_fn)
         found = _steps(engine)
     captured = {id(b) for g in engine.model.train_graphs for b in g._buckets.values() if b.forward is not None}
-    return found, begun, len(captured), counted[0], lines
+    return found, len(captured), counted[0], lines
 
 
 def repeated(config: RoleConfig) -> dict[str, Any]:

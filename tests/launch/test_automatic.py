@@ -193,7 +193,7 @@ def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, t
     assert made.engine.micro_batch.tokens == 4096
     assert lines == ["engine.micro_batch.tokens: auto is the default, 4,096, because no GPU is used"]
     said = run(["sft", str(sft), "--dry-run"], tmp_path)
-    assert "micro_batch: {tokens: auto, size: null}" in said
+    assert "micro_batch: {tokens: auto, size: null, pad: false}" in said
     assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
 
 

@@ -38,6 +38,7 @@ OF_KEYS = [
     ({"offload": ("activations",)}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves activations"),
     ({"megatron": {"moe_router_fusion": True}}, {}, GRAPHS + "is not for engine.megatron.moe_router_fusion"),
     ({"megatron": {"tp_comm_overlap": True}}, {}, GRAPHS + "is not for engine.megatron.tp_comm_overlap"),
+    ({"megatron": {"overlap_grad_reduce": True}}, {}, GRAPHS + "is not for engine.megatron.overlap_grad_reduce"),
     ({}, {"lora": LoraConfig()}, GRAPHS + "is not for adapters"),
     ({}, {"mtp": MTPConfig()}, GRAPHS + "is not for MTP layers"),
     ({"micro_batch": MicroBatchConfig(pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and there is none; set engine.micro_batch.tokens"),

@@ -136,7 +136,9 @@ class Model:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
-            self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron)
+            self.wrapped = optim.wrap(
+                self.chunks, self.transformer, config.engine.megatron, overlaps=not config.engine.cuda_graphs
+            )
             matrices = matrix_rules(self.chunks, self.rules)
             self.optimizer = optim.build_optimizer(
                 config.optimizer, self.wrapped, self.dtype, config.engine.megatron, matrices
@@ -152,7 +154,7 @@ class Model:
         decoder = ddp.module.decoder
         if devices.has_gpu():
             graph_limits.check_layers(self.spec, self.dtype, counts_stay=grouped.all_counts_stay(decoder))
-        decoder.forward = graphs = TrainGraphs(decoder, ddp, ddp.module.pg_collection.tp)
+        decoder.forward = graphs = TrainGraphs(decoder, ddp.module.pg_collection.tp)
         return graphs
 
     @contextlib.contextmanager

@@ -136,10 +136,12 @@ def test_a_degree_that_does_not_fit_is_one_line(inputs, tmp_path):
 SPLIT = """
 from mrl.commands import say
 from mrl.engine import collective
+from mrl.launch.worker import leave
 
 collective.split_world(2, "cpu")
 say(f"the first of its world is rank {collective.named_rank(0)}")
 collective.wait_for_all()
+leave(0, failed=False)
 """
 
 
