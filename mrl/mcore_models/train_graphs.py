@@ -94,7 +94,10 @@ class TrainGraphs:
         layout, tensors = packed_seq_params, {k: v for k, v in others.items() if isinstance(v, Tensor)}
         fixed = isinstance(layout, PackedLayout) and layout.fixed and torch.is_grad_enabled()
         known = hidden_states.requires_grad and all(v is None or k in tensors for k, v in others.items())
-        if not (fixed and known and self.captures):
+        if fixed and self.captures and not known:
+            self.captures = False
+            logger.warning("engine.cuda_graphs: layers got inputs that no graph takes; training runs without graphs")
+        if not (fixed and self.captures):
             return self.run(hidden_states=hidden_states, packed_seq_params=layout, **others)
         bucket = self._bucket(hidden_states, layout, tensors)
         bucket.steps += 1

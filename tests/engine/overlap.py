@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.requests import GenerateRequest
@@ -48,6 +49,16 @@ def with_keys(config: RoleConfig, keys: dict[str, Any]) -> RoleConfig:
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, megatron=keys))
 
 
+def gradients(engine: BaseEngine, batch: Batch, step: int) -> tuple[Any, float, Any]:
+    """Makes the gradients of a step, of which the third has two calls. No call of the fourth says that it is the last."""
+    engine.optimizer_zero_grad()
+    share = engine.shard_data(batch)
+    with engine.train_mode():
+        if step == 2:
+            engine.forward_backward_step(share, PLAIN_CTX)
+        return engine.forward_backward_step(share, PLAIN_CTX if step == 3 else LAST)
+
+
 def _run(config: RoleConfig) -> tuple[dict[str, dict[Any, Tensor]], dict[str, int]]:
     """Returns norms; losses, gradients, weights and completions; and how often reductions and gathers overlapped.
 
@@ -59,12 +70,7 @@ def _run(config: RoleConfig) -> tuple[dict[str, dict[Any, Tensor]], dict[str, in
     others: dict[Any, Tensor] = {}
     with _watched() as begun:
         for i, batch in enumerate(batches):
-            engine.optimizer_zero_grad()
-            share = engine.shard_data(batch)
-            with engine.train_mode():
-                if i == 2:
-                    engine.forward_backward_step(share, PLAIN_CTX)
-                _, loss, _ = engine.forward_backward_step(share, PLAIN_CTX if i == 3 else LAST)
+            _, loss, _ = gradients(engine, batch, i)
             others["loss", i] = torch.tensor(loss)
             if i == 1:
                 others |= {("gradient", name): value.clone() for name, value in engine.hf_gradients()}

@@ -15,10 +15,9 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.mcore_models import train_graphs
-from tests.engine import contract, recorded_graphs, te_like, tiny
+from tests.engine import contract, overlap, recorded_graphs, te_like, tiny
 
 SIZES = ((9, 24), (40, 5), (5, 24), (40, 5), (14, 24), (40, 5))  # sequences of a step, and tokens of the longest
-LAST = PLAIN_CTX | {"last": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +104,7 @@ def _steps(engine: BaseEngine) -> dict[Any, Tensor]:
     found: dict[Any, Tensor] = {}
     for i, (sequences, longest) in enumerate(SIZES):
         batch = tiny.uneven_batch(i, sequences=sequences, longest=longest)
-        engine.optimizer_zero_grad()
-        share = engine.shard_data(batch)
-        with engine.train_mode():
-            if i == 2:
-                engine.forward_backward_step(share, PLAIN_CTX)
-            predictions, loss, ctx = engine.forward_backward_step(share, PLAIN_CTX if i == 3 else LAST)
+        predictions, loss, ctx = overlap.gradients(engine, batch, i)
         found["loss", i] = torch.tensor(loss)
         found |= {("metric", i, name): torch.tensor(value) for name, value in ctx["metrics"].items()}
         found["log-probs", i] = predictions["log_probs"]
@@ -125,7 +119,7 @@ def _steps(engine: BaseEngine) -> dict[Any, Tensor]:
             continue
         found |= {("weight", i, name): value.clone() for name, value in engine.hf_weights()}
         with engine.eval_mode():
-            _, ctx = engine.forward_backward_step(share, PLAIN_CTX, forward_only=True)
+            _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
         found["evaluated", i] = torch.tensor(ctx["loss"])
         if i == 2:
             engine.to("host")

@@ -15,6 +15,7 @@ from mrl.mcore_models import fp8, graph_limits, layer_spec, megatron_needs, user
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
 from mrl.mcore_models.recompute import recompute_modules
+from mrl.ops import devices
 from mrl.parallel import ParallelDims, stage_layers
 from mrl.weights.families import family_for, family_of, fields_of
 from mrl.weights.hf_config import normalize
@@ -81,6 +82,10 @@ class MegatronChecks(EngineChecks):
         fields, dtype = _check_trained(model, engine, dims, hf_config)
         spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model))
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
+        if engine.cuda_graphs and devices.has_gpu():
+            graph_limits.check_layers(
+                spec.name, dtype, counts_stay=spec.name == "local" or not fields.get("num_moe_experts")
+            )
         fp8.check_here(engine.megatron)
 
 
