@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mrl.engine import atomic_checkpoint
@@ -48,12 +49,14 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 def removed(folder: Path) -> CheckpointError:
     """Returns the error on a checkpoint that a run has removed, perhaps while it was read."""
-    why = "was removed by its run, which has a newer one"
+    why = "is not there any more, or never was, and its run has a newer one"
     return CheckpointError(folder, why=why, fix="give the run again, or raise its checkpoint.keep")
 
 
 def check_not_removed(folder: Path) -> None:
     """Raises CheckpointError if a checkpoint is not there and its run has a newer one."""
     latest = folder.parent / LATEST
-    if not folder.exists() and latest.is_file() and folder.name < latest.read_text(encoding="utf-8"):
+    if not re.fullmatch(r"step_\d+", folder.name) or folder.exists():
+        return
+    if latest.is_file() and folder.name < latest.read_text(encoding="utf-8"):
         raise removed(folder)

@@ -19,12 +19,11 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import one_line
+from mrl.mcore_models import graph_capture
 from mrl.mcore_models.decoder import Decoder
-from mrl.ops import devices
 from mrl.ops.devices import tensor_on
 from mrl.ops.kv_cache import CachedStep, KVCache
 
@@ -112,22 +111,16 @@ class DecodeGraphs:
 
     def _capture(self, bucket: _Bucket) -> None:
         """Makes the graph of a bucket. If CUDA refuses, it is logged, nothing more is captured, and steps run without
-        graphs.
-
-        Tensor-parallel ranks have graphs all or none: all-reduces inside a graph would wait for those of a step
-        without.
+        graphs, on all tensor-parallel ranks.
         """
         graph, out, refusal = torch.cuda.CUDAGraph(), None, None
         try:
-            # other threads (a checkpoint in the background, a server's) may call CUDA meanwhile
-            with (
-                devices.stream_restored(),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
+            with graph_capture.capture(graph, self._pool):
                 out = self._run(bucket)
         except RuntimeError as error:
             refusal = one_line(str(error), 200)
-        if self._on_any_rank(refusal is not None):
+        group = self.decoder.group if self.decoder.parallel else None
+        if graph_capture.on_any_rank(refusal is not None, group, bucket.inputs.device):
             self.captures = False
             logger.warning(
                 "rollout.cuda_graphs: a step of %d rows was not captured (%s); steps run without graphs",
@@ -135,11 +128,3 @@ class DecodeGraphs:
             )  # fmt: skip
             return
         bucket.graph, bucket.out = graph, out
-
-    def _on_any_rank(self, here: bool) -> bool:
-        """Returns whether something is so on any tensor-parallel rank, which all come here in the same step."""
-        if not self.decoder.parallel:
-            return here
-        anywhere = torch.tensor([int(here)], device=next(self.decoder.model.parameters()).device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.decoder.group)
-        return bool(anywhere.item())

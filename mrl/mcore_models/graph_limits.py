@@ -22,6 +22,10 @@ LAYER_FIELDS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumul
 """Fields of megatron's TransformerConfig that graphs take."""
 
 
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+"""Fields of megatron's DDP that are off with graphs."""
+
+
 def _refuse(why: str, fix: str = "leave out one of them", key: str = GRAPHS) -> NoReturn:
     raise ConfigError(key, True, why, fix)
 
@@ -45,7 +49,7 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
     for name in megatron_fields.fields_of_kind(engine.megatron, "transformer"):
         if name not in LAYER_FIELDS:
             _refuse(f"is not for {megatron_fields.KEY}.{name}")
-    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+    for name in OVERLAPS:
         if engine.megatron.get(name):
             why = "is not for {}.{}: replicas that replay and others would communicate in different orders"
             _refuse(why.format(megatron_fields.KEY, name))

@@ -31,9 +31,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from mrl.errors import one_line
-from mrl.mcore_models import grouped
+from mrl.mcore_models import graph_capture, grouped
 from mrl.mcore_models.attention import PackedLayout
-from mrl.ops import devices
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +91,10 @@ class TrainGraphs:
     def __call__(self, hidden_states: Tensor, *, packed_seq_params: Any, **others: Any) -> Tensor:
         """Runs the layers. With graphs the result is valid until the next micro-batch."""
         layout, tensors = packed_seq_params, {k: v for k, v in others.items() if isinstance(v, Tensor)}
-        fixed = isinstance(layout, PackedLayout) and layout.fixed and torch.is_grad_enabled()
-        known = hidden_states.requires_grad and all(v is None or k in tensors for k, v in others.items())
-        if fixed and self.captures and not known:
-            self.captures = False
-            logger.warning("engine.cuda_graphs: layers got inputs that no graph takes; training runs without graphs")
-        if not (fixed and self.captures):
+        if not (torch.is_grad_enabled() and self.captures):
             return self.run(hidden_states=hidden_states, packed_seq_params=layout, **others)
+        unknown = [name for name, value in others.items() if value is not None and name not in tensors]
+        assert layout.fixed and hidden_states.requires_grad and not unknown, f"graphs do not take {unknown}"
         bucket = self._bucket(hidden_states, layout, tensors)
         bucket.steps += 1
         if bucket.steps > BEFORE_CAPTURE:
@@ -135,24 +131,24 @@ class TrainGraphs:
         return self._buckets[key]
 
     def _weights(self) -> list[Weight]:
-        """Returns what the layers train, from the last to the first."""
+        """Returns what the layers train."""
         together = [w for w in grouped.weights_of(self.decoder) if w.gradients is not None]
         joined = {id(parameter) for weights in together for parameter in weights.parameters}
         found = [
             Weight(p, p.main_grad)
             for p in self.decoder.parameters() if p.requires_grad and id(p) not in joined
         ]  # fmt: skip
-        return [*(Weight(w.tensors[0], w.gradients) for w in together), *found][::-1]
+        return [*(Weight(w.tensors[0], w.gradients) for w in together), *found]
 
     def _capture(self, bucket: Bucket) -> None:
         """Makes the graphs of a bucket. If CUDA refuses, one line says so, and all goes on kernel by kernel."""
         refusal = None
         try:
-            with _capturing(), devices.stream_restored():
+            with _capturing():
                 self._capture_both(bucket)
         except RuntimeError as error:
             refusal = one_line(str(error), 200)
-        if self._on_any_rank(refusal is not None):
+        if graph_capture.on_any_rank(refusal is not None, self.group, bucket.hidden.device):
             self.captures = False
             self.forget()
             bucket.forward = None
@@ -162,18 +158,17 @@ class TrainGraphs:
             )
 
     def _capture_both(self, bucket: Bucket) -> None:
-        weights, options = self._weights(), {"pool": self._pool, "capture_error_mode": "thread_local"}
+        weights = self._weights()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # other threads (a checkpoint in the background, autograd's) may call CUDA meanwhile
-        with torch.cuda.graph(forward, **options):
+        with graph_capture.capture(forward, self._pool):
             out = self.run(
-                hidden_states=bucket.hidden, packed_seq_params=bucket.layout, attention_mask=None, **bucket.others
+                hidden_states=bucket.hidden, packed_seq_params=bucket.layout, **{"attention_mask": None} | bucket.others
             )
         out_grad = self._shared_like("gradient of the output", out)
         for weight in weights:
             if hasattr(weight.leaf, "grad_added_to_main_grad"):
                 weight.leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        with torch.cuda.graph(backward, **options):
+        with graph_capture.capture(backward, self._pool):
             bucket.hidden_grad, *grads = torch.autograd.grad(
                 out, [bucket.hidden, *(weight.leaf for weight in weights)], out_grad, allow_unused=True
             )
@@ -182,14 +177,6 @@ class TrainGraphs:
         bucket.out, bucket.out_grad = out.detach(), out_grad
         bucket.kept = [*parallel_state.get_global_memory_buffer().buffer.values()]
         bucket.forward, bucket.backward = forward, backward
-
-    def _on_any_rank(self, here: bool) -> bool:
-        """Returns whether something is so on any tensor-parallel rank, which all come here in the same micro-batch."""
-        if self.group.size() == 1:
-            return here
-        anywhere = torch.tensor([int(here)], device=next(self.decoder.parameters()).device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
-        return bool(anywhere.item())
 
 
 class _Replay(torch.autograd.Function):

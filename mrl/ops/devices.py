@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,21 +41,6 @@ def device_type(wanted: str = "auto") -> str:
 def device() -> torch.device:
     """Returns the device of models in this process: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _without_gpu
-
-
-@contextlib.contextmanager
-def stream_restored() -> Iterator[None]:
-    """Sets this thread's stream back if an error leaves the context.
-
-    A capture that CUDA refuses raises before `torch.cuda.graph` sets it back (torch 2.13, cuda/graphs.py).
-    """
-    stream = torch.cuda.current_stream() if has_gpu() else None
-    try:
-        yield
-    except BaseException:
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-        raise
 
 
 def tensor_on(where: torch.device, values: Sequence[Any] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

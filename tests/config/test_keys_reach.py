@@ -334,7 +334,7 @@ IN_OTHER_TESTS = {
     **of_section("engine", "recompute_modules", "engine/test_recompute.py"),
     **of_section("engine", "offload", "engine/test_offload.py"),
     **of_section("engine", "batch_invariant", "engine/test_generation.py"),
-    **of_section("engine", "cuda_graphs", "engine/test_train_graphs.py"),
+    **of_section("engine", "cuda_graphs", "engine/train_graphs.py"),
     **of_section("engine", "options", "engine/test_registry.py"),
     **of_section("engine", "megatron", "engine/test_padding.py"),
     **of_section("engine.fsdp", "reshard_after_forward", "engine/test_fsdp_defer.py"),

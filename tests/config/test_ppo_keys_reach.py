@@ -194,4 +194,6 @@ def test_what_other_tests_see_is_in_them():
         files = [path for path in (REPO / file, (REPO / file).with_name("conftest.py")) if path.exists()]
         lines = [line for path in files for line in path.read_text().splitlines()]
         text = "\n".join(line for line in lines if not line.startswith(("import ", "from ")))
-        assert re.search(rf"\b{key.rpartition('.')[2]}\b[\"'`]?\s*[]}}:=,)]", text), f"{file} gives {key} no value"
+        name = re.escape(key.rpartition(".")[2])
+        given = rf"[\"']{name}[\"']\s*:|\b{name}=(?!=)|\{{[^\n]*\b{name}: |[\"'.]{name}[\"'=]"
+        assert re.search(given, text), f"{file} gives {key} no value"

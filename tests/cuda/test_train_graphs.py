@@ -20,10 +20,10 @@ def replayed(case, result):
     """Both graphs of each micro-batch but the first ones; the host waits once for each capture, and for no layer."""
     micro_batches = case.micro_batches * case.calls
     assert result.replays == 2 * (micro_batches - BEFORE_CAPTURE)
-    captures = result.syncs.pop("mrl/mcore_models/train_graphs.py _capture_both torch.cuda.synchronize")
+    captures = result.syncs.pop("mrl/mcore_models/graph_capture.py capture torch.cuda.synchronize")
     assert round(captures * micro_batches) == 2
-    agreed = {line: n for line, n in result.syncs.items() if "train_graphs.py" in line}
-    assert {line.split()[1] for line in agreed} == ({"_on_any_rank"} if case.tp > 1 else set())
+    agreed = {line: n for line, n in result.syncs.items() if "mcore_models/graph_capture.py" in line}
+    assert {line.split()[1] for line in agreed} == ({"on_any_rank"} if case.tp > 1 else set())
     assert not [
         line
         for line in result.syncs

@@ -62,6 +62,8 @@ def _run(config: RoleConfig, stale: str, refuses: int | None) -> tuple:
         engine.set_loss_fn(contract.loss_fn)
         found = _steps(engine)
     captured = {id(b) for g in engine.model.train_graphs for b in g._buckets.values() if b.forward is not None}
+    engine.to("host", model=False, optimizer=False, gradients=True)
+    assert not any(graphs._buckets for graphs in engine.model.train_graphs)
     return found, len(captured), counted[0], lines
 
 

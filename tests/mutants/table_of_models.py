@@ -84,6 +84,20 @@ OF_MODELS = (
         ("tl.load(choices + row) // K", "tl.load(choices + row) % K"),
     ),
     *_of(
+        "mcore_models/train_graphs.py",
+        "engine/test_train_graphs.py",
+        ("            self.layout.cu_seqlens_q.copy_(layout.cu_seqlens_q)\n", ""),
+        ("            self.main_grad.add_(gradient)", "            self.main_grad.copy_(gradient)"),
+        ("        bucket.out_grad.copy_(grad)\n", ""),
+        ("assert ctx.replay == ctx.graphs.replays", "assert ctx.replay <= ctx.graphs.replays"),
+        ("        self._buckets.clear()\n", ""),
+    ),
+    *_of(
+        "engine/megatron/model.py",
+        "engine/test_train_graphs.py",
+        ("OVERLAPS, False) if config.engine.cuda_graphs", "OVERLAPS, True) if config.engine.cuda_graphs"),
+    ),
+    *_of(
         "mcore_models/decode_graphs.py",
         "mcore_models/test_decoder.py",
         ("between if sequences <= between and power >= 4 else power", "power"),

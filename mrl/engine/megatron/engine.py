@@ -75,20 +75,6 @@ def installed(method: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def _forget_graphs(model: Model) -> None:
-    for graphs in model.train_graphs:
-        graphs.forget()
-
-
-def _forget_copies(model: Model) -> None:
-    fp8.forget_copies(model.chunks)
-    _forget_graphs(model)
-
-
-_FORGET = {"parameters": _forget_copies, "gradients": _forget_graphs}
-"""Functions of the model, not of the engine: an engine must end with its last reference."""
-
-
 class MegatronEngine(MegatronChecks, BaseEngine):
     """Runs one model over all ranks, in the layout of `config.engine.parallel`."""
 
@@ -148,7 +134,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             patches.check(fp8.__name__)
         self.model.init(read)
         state = optim.offload_tensors(self.model.chunks, self.model.wrapped, self.model.optimizer)
-        drop_copies = {name: functools.partial(forget, self.model) for name, forget in _FORGET.items()}
+        drop_copies = {"parameters": self.model.forget_copies, "gradients": self.model.forget_graphs}
         self.offload = Offload(self.config.engine.offload, state, spent=("gradients",), drop_copies=drop_copies)
         self._late = optim.gathers_in_forward(self.model.wrapped)
         # DDP's hooks would gather in the first forward (_make_forward_pre_hook). In generation not every rank has one,

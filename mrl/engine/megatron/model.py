@@ -23,7 +23,7 @@ from mrl.engine.megatron.muon import matrix_rules
 from mrl.engine.saving import starting_weights
 from mrl.engine.stored_weights import say_carried
 from mrl.errors import ConfigError
-from mrl.mcore_models import graph_limits, grouped, layer_spec, userbuffers
+from mrl.mcore_models import fp8, graph_limits, grouped, layer_spec, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.mcore_models.layout import EXPERTS, experts_fit
 from mrl.mcore_models.te_limits import cp_comm_type, switches_of
@@ -136,9 +136,8 @@ class Model:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
-            self.wrapped = optim.wrap(
-                self.chunks, self.transformer, config.engine.megatron, overlaps=not config.engine.cuda_graphs
-            )
+            overlaps = dict.fromkeys(graph_limits.OVERLAPS, False) if config.engine.cuda_graphs else {}
+            self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron | overlaps)
             matrices = matrix_rules(self.chunks, self.rules)
             self.optimizer = optim.build_optimizer(
                 config.optimizer, self.wrapped, self.dtype, config.engine.megatron, matrices
@@ -156,6 +155,16 @@ class Model:
             graph_limits.check_layers(self.spec, self.dtype, counts_stay=grouped.all_counts_stay(decoder))
         decoder.forward = graphs = TrainGraphs(decoder, ddp.module.pg_collection.tp)
         return graphs
+
+    def forget_graphs(self) -> None:
+        """Drops training's graphs: parameters or gradients leave their memory."""
+        for graphs in self.train_graphs:
+            graphs.forget()
+
+    def forget_copies(self) -> None:
+        """Drops all that was made of parameters, which leave their memory."""
+        fp8.forget_copies(self.chunks)
+        self.forget_graphs()
 
     @contextlib.contextmanager
     def _start(self) -> Iterator[Callable[[str], Any]]:

@@ -38,10 +38,9 @@ BUFFERS = ("buffers", "expert_parallel_buffers")  # attributes of DistributedDat
 
 
 def wrap(
-    models: Sequence[Model], config: TransformerConfig, megatron_options: Mapping[str, Any], *, overlaps: bool = True
+    models: Sequence[Model], config: TransformerConfig, megatron_options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
     """Wraps models in DDP with fp32 gradient buffers. megatron_options: `engine.megatron`.
-    overlaps: on a GPU, reductions and gathers run beside the passes.
 
     The buffers are reduced once: when `reduce_gradients` is called, or from the last backward pass before it
     (`overlap_grad_reduce`).
@@ -58,7 +57,7 @@ def wrap(
     # false in 0.16.1 and 0.19.2). In bf16 a sum of many micro-batches loses the later ones.
     given = megatron_fields.fields_of_kind(megatron_options, "ddp")
     # on a CPU gloo and the backward pass share the cores, so overlap gains nothing
-    overlaps &= devices.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
+    overlaps = devices.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
     chosen = {
         "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps,
