@@ -58,5 +58,5 @@ def check_not_removed(folder: Path) -> None:
     latest = folder.parent / LATEST
     if not re.fullmatch(r"step_\d+", folder.name) or folder.exists():
         return
-    if latest.is_file() and folder.name < latest.read_text(encoding="utf-8"):
+    if latest.is_file() and folder.name < latest.read_text(encoding="utf-8").strip():
         raise removed(folder)

@@ -65,6 +65,8 @@ CASES = [
     Case("nothing to replay", "rollout.path", ("recorded",), ("rollout.backend=recorded",)),
     Case("path of native", "rollout.path", ("not used by rollout.backend native",), ("rollout.path=samples",)),
     Case("no recorded folder", "rollout.path", ("is no folder",), ("rollout={backend: recorded, path: samples, samples_per_prompt: 4, max_new_tokens: 32}",)),
+    Case("graphs of roles that take turns", "actor.engine.cuda_graphs", ("train.offload_idle is auto", "set that to never"),
+        ("actor.engine.cuda_graphs=true", "actor.engine.micro_batch={tokens: 64, pad: true}")),
     Case("server of native", "rollout.server.bucket_mb", ("vllm or sglang",), ("rollout.server.bucket_mb=1",)),
     Case("server that is no URL", "rollout.server.urls", ("http://host:8000",), ("rollout.backend=vllm", "rollout.server.urls=['host:8000']")),
     Case("sglang without servers", "rollout.server.urls", ("http://host:30000",), ("rollout.backend=sglang", "rollout.cache_tokens=65536")),

@@ -254,6 +254,9 @@ def test_mistakes(made, tmp_path):
     run_case(1, "tests.engine.lora:save_whole", config=config, path=whole)
     cases = {
         "another base": (("export", f"{path}/checkpoints", tmp_path / "a", "--model", other), "give the base with --model"),
+        "another family": (
+            ("export", f"{path}/checkpoints", tmp_path / "c", "--model", made("qwen3_moe")[0]), "is another model",
+        ),
         "no adapters": (("export", whole, tmp_path / "b", "--model", base, "--adapter"), "--adapter: "),
         "shards": (
             ("export", f"{path}/checkpoints", tmp_path / "c", "--adapter", "--max-shard-size", "1GB"), "--max-shard-size: ",

@@ -59,6 +59,8 @@ class Stream:
     """A stream or an event: what was asked of it is done."""
 
     _made = 0
+    current: Stream
+    """Of this thread."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         Stream._made += 1
@@ -160,11 +162,13 @@ class Capture:
 
     def __enter__(self) -> None:
         waits("torch.cuda.synchronize")  # as torch does before
-        Graph.capturing = True
+        Graph.capturing, self.before, Stream.current = True, Stream.current, Stream()
 
     def __exit__(self, kind: Any, *_: object) -> None:
         Graph.capturing = False
         self.graph.captured = kind is None
+        if self.graph.captured:  # else torch raises before it sets the stream back
+            Stream.current = self.before
 
 
 POOL = "a pool of graphs"
@@ -194,7 +198,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
     _guard.install()
     operators.CAN_COMPILE = True  # no kernel is compiled for tensors without memory
     cuda = torch.cuda
-    stream = Stream()
+    stream = Stream.current = Stream()
 
     def answer(value: Any) -> Callable[..., Any]:
         """Returns a new function each time: torch.compile's tables refuse one object under two names."""
@@ -205,14 +209,15 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
         "is_available": answer(True), "is_initialized": answer(True), "device_count": answer(8),
         "current_device": answer(0), "get_device_name": answer(GPU.name), "get_device_properties": answer(GPU),
         "get_device_capability": answer(capability), "Stream": Stream, "Event": Stream, "device": _Nothing,
-        "current_stream": answer(stream), "default_stream": answer(stream),
+        "current_stream": lambda *_: Stream.current, "default_stream": answer(stream),
+        "set_stream": lambda stream: setattr(Stream, "current", stream),
         "stream": lambda _: contextlib.nullcontext(), "memory_stats": answer({}),
         "synchronize": lambda *_: waits("torch.cuda.synchronize"), "get_rng_state": _random_state,
         "default_generators": tuple(_Generator() for _ in range(8)), "is_bf16_supported": answer(True),
         "CUDAGraph": Graph, "graph": Capture, "graph_pool_handle": answer(POOL),
         "is_current_stream_capturing": lambda: Graph.capturing,
     }  # fmt: skip
-    nothing = ("init", "_lazy_init", "set_device", "empty_cache", "set_stream", "reset_peak_memory_stats")
+    nothing = ("init", "_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats")
     answers |= {name: answer(None) for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all")}
     figures = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     answers |= {name: answer(0) for name in figures}

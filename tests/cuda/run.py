@@ -91,7 +91,9 @@ def waiting(case: Case) -> tuple[list[str], int]:
         mock.patch.object(graph_limits, "check_layers", lambda *_, **__: None),
         mock.patch.object(train_graphs.logger, "warning", lambda text, *of: said.append(text % of)),
     ):
-        return said, run(case).replays
+        replays = run(case).replays
+    assert torch.cuda.current_stream() is torch.cuda.default_stream(), "a refused capture leaves its stream"
+    return said, replays
 
 
 @contextlib.contextmanager

@@ -106,5 +106,5 @@ def installed(fails: bool = False) -> Iterator[list[int]]:
         if fails and captures[0] == 2:
             raise RuntimeError("out of graphs")
 
-    with mock.patch.multiple(torch.cuda, CUDAGraph=Counted, graph=capture, graph_pool_handle=lambda: None):
+    with mock.patch.multiple(torch.cuda, CUDAGraph=Counted, graph=capture, graph_pool_handle=object):
         yield count

@@ -14,16 +14,17 @@ from torch import Tensor
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.mcore_models import train_graphs
+from mrl.mcore_models import attention, train_graphs
 from tests.engine import contract, overlap, recorded_graphs, te_like, tiny
 
-SIZES = ((9, 24), (40, 5), (5, 24), (40, 5), (14, 24), (40, 5))  # sequences of a step, and tokens of the longest
+SIZES = ((9, 24), (40, 5), (5, 24), (40, 5), (14, 24), (7, 5))  # sequences of a step, and tokens of the longest
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
     differ: dict[str, float]  # what is not the same to the bit
     replays: int
+    buckets: int
     shapes: int  # that were captured
     lines: list[str]  # that are said
 
@@ -33,11 +34,11 @@ def compare(config: RoleConfig, te: bool = False, stale: str = "", refuses: int 
     with te_like.te_like() if te else contextlib.nullcontext():
         plain, _, replays, _ = _run(with_graphs(config, False), "", None)
         assert not replays
-        found, shapes, replays, lines = _run(with_graphs(config, True), stale, refuses)
+        found, (buckets, shapes), replays, lines = _run(with_graphs(config, True), stale, refuses)
     assert found.keys() == plain.keys()
     differ = {str(name): float((found[name] - value).abs().max()) for name, value in plain.items()
               if not torch.equal(found[name], value)}  # fmt: skip
-    return Compared(differ, replays, shapes, lines)
+    return Compared(differ, replays, buckets, shapes, lines)
 
 
 def with_graphs(config: RoleConfig, on: bool) -> RoleConfig:
@@ -50,9 +51,11 @@ def with_graphs(config: RoleConfig, on: bool) -> RoleConfig:
 def _run(config: RoleConfig, stale: str, refuses: int | None) -> tuple:
     lines: list[str] = []
     fails = dist.get_rank() == refuses
+    replicas = dist.get_world_size() > config.engine.parallel.tp
     with (
         recorded_graphs.installed(fails=fails) as counted,
         mock.patch.multiple(train_graphs, BEFORE_CAPTURE=1),
+        mock.patch.multiple(attention, SHORTEST=attention.SHORTEST if replicas else 8),  # buckets by the longest, too
         mock.patch.object(train_graphs.Bucket, "fill", _without(stale, train_graphs.Bucket.fill)),
         mock.patch.object(train_graphs.logger, "warning", lambda text, *of: lines.append(text % of)),
     ):
@@ -61,10 +64,11 @@ def _run(config: RoleConfig, stale: str, refuses: int | None) -> tuple:
         engine.init_model()
         engine.set_loss_fn(contract.loss_fn)
         found = _steps(engine)
-    captured = {id(b) for g in engine.model.train_graphs for b in g._buckets.values() if b.forward is not None}
+    buckets = [bucket for graphs in engine.model.train_graphs for bucket in graphs._buckets.values()]
+    made = len(buckets), sum(bucket.forward is not None for bucket in buckets)
     engine.to("host", model=False, optimizer=False, gradients=True)
     assert not any(graphs._buckets for graphs in engine.model.train_graphs)
-    return found, len(captured), counted[0], lines
+    return found, made, counted[0], lines
 
 
 def repeated(config: RoleConfig) -> dict[str, Any]:
@@ -124,8 +128,9 @@ def _steps(engine: BaseEngine) -> dict[Any, Tensor]:
             _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
         found["evaluated", i] = torch.tensor(ctx["loss"])
         if i == 2:
+            pools = [graphs._pool for graphs in engine.model.train_graphs]
             engine.to("host")
-            assert not any(graphs._buckets for graphs in engine.model.train_graphs)
+            assert not any(graphs._buckets or graphs._pool in pools for graphs in engine.model.train_graphs)
             engine.to("device")
     return found
 

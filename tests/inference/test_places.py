@@ -122,6 +122,9 @@ def test_a_run_that_removes_its_checkpoint_meanwhile(run, tmp_path, monkeypatch)
     for read in (open_any, sources.open_checkpoint):
         with pytest.raises(CheckpointError, match=said):
             read(steps[2])
+        for never in ("best", "step_00000009"):
+            with pytest.raises(UserError, match="no such folder"):
+                read(steps[2].with_name(never))
 
 
 def test_an_imported_folder(run, tmp_path):

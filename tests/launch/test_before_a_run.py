@@ -14,7 +14,7 @@ from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.launch import preflight, start
 from mrl.rollout import vllm_start
-from tests.bad_input.mistakes import Workspace, set_model
+from tests.bad_input.mistakes import Workspace, set_model, set_other_model
 from tests.data.tiny_tokenizers import turns, write_jsonl
 from tests.trainers import tiny_runs
 
@@ -54,6 +54,9 @@ def test_a_model_of_fewer_positions_is_said_once(folder):
     said = dry_run_of_ppo(*given).stdout
     assert said.count(why.format(129)) == 1 and f"# actor.model.path: {why.format(129)}" in said, said
     assert "is made for" not in dry_run_of_ppo(given[0], "rollout.max_new_tokens=28").stdout
+    set_other_model("other", max_position_embeddings=64)(Workspace(folder))
+    said = dry_run_of_ppo(given[0], "rollout.max_new_tokens=28", "reference.model.path=other").stdout
+    assert said.count("is made for") == 1 and "# reference.model.path: the model is made for 64 positions" in said
 
 
 def test_roles_share_the_buffers_of_tensor_parallel_communication(folder):

@@ -39,6 +39,7 @@ OF_KEYS = [
     ({"megatron": {"moe_router_fusion": True}}, {}, GRAPHS + "is not for engine.megatron.moe_router_fusion"),
     ({"megatron": {"tp_comm_overlap": True}}, {}, GRAPHS + "is not for engine.megatron.tp_comm_overlap"),
     ({"megatron": {"overlap_grad_reduce": True}}, {}, GRAPHS + "is not for engine.megatron.overlap_grad_reduce"),
+    ({"megatron": {"overlap_param_gather": True}}, {}, GRAPHS + "is not for engine.megatron.overlap_param_gather"),
     ({}, {"lora": LoraConfig()}, GRAPHS + "is not for adapters"),
     ({}, {"mtp": MTPConfig()}, GRAPHS + "is not for MTP layers"),
     ({"micro_batch": MicroBatchConfig(pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and there is none; set engine.micro_batch.tokens"),
@@ -89,7 +90,12 @@ def refused(said, family, dims, engine=None, **changes):
 
 
 def test_what_is_captured_passes():
-    config = EngineConfig(micro_batch=PADDED, cuda_graphs=True, offload=("optimizer",), megatron={"bucket_size": 9})
+    config = EngineConfig(
+        micro_batch=PADDED,
+        cuda_graphs=True,
+        offload=("optimizer",),
+        megatron={"bucket_size": 9, "apply_rope_fusion": True},
+    )
     MegatronChecks.check_config(TrainedModelConfig(path="folder"), config)
     for family, dims in (
         ("qwen3", ParallelDims(2, tp=2)),
@@ -109,7 +115,7 @@ def test_sequences_that_are_not_padded_to_one_size():
             MegatronChecks.check_model(pad, ParallelDims(), model, sequences)
 
 
-def test_layers_that_a_gpu_gets():
+def test_layers_that_a_gpu_gets(monkeypatch):
     graph_limits.check_layers("local", torch.bfloat16, counts_stay=True)
     graph_limits.check_layers("te", torch.float32, counts_stay=True)
     for dtype, stay, why in (
@@ -118,6 +124,9 @@ def test_layers_that_a_gpu_gets():
     ):
         with pytest.raises(ConfigError, match="^" + GRAPHS + why):
             graph_limits.check_layers("local", dtype, counts_stay=stay)
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    with pytest.raises(ConfigError, match="^" + GRAPHS + "needs torch 2.13"):
+        graph_limits.check_layers("local", torch.bfloat16, counts_stay=True)
 
 
 @pytest.mark.parametrize(
