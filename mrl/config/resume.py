@@ -18,6 +18,8 @@ ABSENT = Shown("(absent)")
 
 CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
+LIMITS_OF_ROWS = ("data.max_length", "data.max_prompt_length")
+
 
 def may_change(root: type) -> tuple[str, ...]:
     """Returns keys and sections of the config that a resumed run may change; for mappings, the entries.
@@ -80,7 +82,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     for dotted, (before, after) in changed_keys(old, new, whole=whole).items():
         if before == ABSENT and after == defaults.get(dotted):  # a section that may be null is null
             continue
-        if _may_change(dotted, (before, after), root):
+        if _may_change(dotted, (before, after), root) or _of_later_rows(dotted, (before, after), old):
             changes.append(Change(dotted, before, after))
         else:
             breaking[dotted] = (before, after)
@@ -181,6 +183,14 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
     if key in path_keys(root) and None in pair:
         return False  # there was no such model, or there is none now
     return any(key == allowed or key.startswith(allowed + ".") for allowed in may_change(root))
+
+
+def _of_later_rows(key: str, pair: tuple[Any, Any], old: Mapping[str, Any]) -> bool:
+    """Returns whether a change is of long rows alone: no row was long so far, as one stops a run under `error`."""
+    if old["data"].get("truncation", "error") != "error":
+        return False
+    before, after = pair
+    return key == "data.truncation" or (key in LIMITS_OF_ROWS and before < after)
 
 
 def expand_nulls(

@@ -129,7 +129,9 @@ def _planned(
             return _suggest(
                 command, load(), lambda more: planned(load(more)), world_size, card, reserved, as_json, watch.detail
             )
-        config, notes = _plan_numbers(command, load(), world_size, card, reserved_gib=reserved)
+        config = load()
+        preflight.check_engines(command, config)
+        config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserved)
         made, timed = planned(config), []
         if calibrate:
             from mrl.plan import calibrating

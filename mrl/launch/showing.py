@@ -247,8 +247,9 @@ class OpenRows:
         for name, of_source in seen.items():
             yield f"  {name}: {pluralize(of_source.rows, 'row')}, {of_source}"
         yield f"tokens of a sequence: {summary(whole.lengths)}"
-        counts = ", ".join(f"{what}: {number:,}" for what, number in report.counts.items())
-        yield f"rows used: {whole.rows - len(self.too_long):,}, {counts}"
+        counts = report.counts if self.limit is None else {**report.counts, "too long": len(self.too_long)}
+        listed = ", ".join(f"{what}: {number:,}" for what, number in counts.items())
+        yield f"rows used: {whole.rows - len(self.too_long):,}, {listed}"
         yield from (f"  {note}" for note in report.notes)
 
     def _is_too_long(self, sequences: Sequence[ShownSequence]) -> bool:

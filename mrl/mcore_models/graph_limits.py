@@ -14,6 +14,7 @@ import torch
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import megatron_fields, userbuffers
+from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 
 PAD, GRAPHS = "engine.micro_batch.pad", "engine.cuda_graphs"
@@ -46,6 +47,7 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
         _refuse(f"is not for engine.recompute {engine.recompute}")
     if moved:
         _refuse(f"needs tensors that stay where they are, and engine.offload moves {' and '.join(moved)}")
+    megatron_fields.check(engine.megatron)
     for name in megatron_fields.fields_of_kind(engine.megatron, "transformer"):
         if name not in LAYER_FIELDS:
             _refuse(f"is not for {megatron_fields.KEY}.{name}")
@@ -53,6 +55,8 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
         if engine.megatron.get(name):
             why = "is not for {}.{}: replicas that replay and others would communicate in different orders"
             _refuse(why.format(megatron_fields.KEY, name))
+    if engine.device == "cuda" and engine.layer_spec == "local":
+        _check_attention(DTYPES[model.dtype])
     if isinstance(model, TrainedModelConfig):
         if model.lora is not None:
             _refuse("is not for adapters (model.lora)")
@@ -62,8 +66,9 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
 
 def _check_pad(engine: EngineConfig) -> None:
     if engine.micro_batch.token_limit is None:
+        given = "engine.micro_batch.tokens is auto" if engine.micro_batch.tokens else "there is none"
         fix = "set engine.micro_batch.tokens to a number, and no engine.micro_batch.size"
-        _refuse("pads every micro-batch to a number of tokens, and there is none", fix, PAD)
+        _refuse(f"pads every micro-batch to a number of tokens, and {given}", fix, PAD)
     if engine.megatron.get("fp8"):
         _refuse(f"is not for {megatron_fields.KEY}.fp8", key=PAD)
     if engine.megatron.get("moe_expert_capacity_factor") is not None:
@@ -97,7 +102,8 @@ def check_model(
     if fields.get("num_moe_experts"):
         refusal = _experts_refusal(engine, fields, dims)
         if refusal is not None:
-            _refuse(f"needs layers of experts that ask the host for nothing, and {refusal}", fix)
+            way = "set engine.parallel.etp to 1, or " if dims.etp > 1 else ""
+            _refuse(f"needs layers of experts that ask the host for nothing, and {refusal}", way + fix)
 
 
 def _experts_refusal(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims) -> str | None:
@@ -113,6 +119,12 @@ def _experts_refusal(engine: EngineConfig, fields: Mapping[str, Any], dims: Para
     return None
 
 
+def _check_attention(dtype: torch.dtype) -> None:
+    if dtype == torch.float32:
+        why = "needs attention in one call for rows of any lengths, which local layers have in 16 bits alone"
+        _refuse(why, "set model.dtype to bfloat16, or leave it out")
+
+
 def check_layers(spec: str, dtype: torch.dtype, *, counts_stay: bool) -> None:
     """Raises ConfigError if the layers that a GPU gets cannot be captured.
 
@@ -120,9 +132,8 @@ def check_layers(spec: str, dtype: torch.dtype, *, counts_stay: bool) -> None:
     """
     if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         _refuse(f"needs torch 2.13, and this is {torch.__version__}", "leave it out")
-    if dtype == torch.float32 and spec == "local":
-        why = "needs attention in one call for rows of any lengths, which local layers have in 16 bits alone"
-        _refuse(why, "set model.dtype to bfloat16, or leave it out")
+    if spec == "local":
+        _check_attention(dtype)
     if not counts_stay:
         why = "needs layers of experts that ask the host for nothing: local ones, with grouped products"
         _refuse(why, "set engine.layer_spec to local and engine.moe.grouped_mm to true, or leave this out")

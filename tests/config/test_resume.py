@@ -48,6 +48,31 @@ def test_layout_output_and_length_may_change():
     assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
 
 
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+def test_after_a_row_that_was_too_long_the_limit_may_rise_and_rows_may_be_dropped(command):
+    """Of what was read under `error` no row was longer, so a run with the new values had the same batches so far."""
+    make, limit = (plain, "max_length") if command == "sft" else (plain_ppo, "max_prompt_length")
+    old = make(data={limit: 64})
+    for data, changes in (
+        ({limit: 65}, 1),
+        ({limit: 64, "truncation": "drop"}, 1),
+        ({limit: 65, "truncation": "left"}, 2),
+    ):
+        assert len(check_resume(old, make(data=data))) == changes
+    for saved, data, key in (
+        ({limit: 64}, {limit: 63}, limit),
+        ({limit: 64}, {limit: 63, "truncation": "drop"}, limit),
+        ({limit: 64, "truncation": "drop"}, {limit: 65, "truncation": "drop"}, limit),
+        ({limit: 64, "truncation": "drop"}, {limit: 64, "truncation": "left"}, "truncation"),
+        ({limit: 64, "truncation": "left"}, {limit: 64}, "truncation"),
+    ):
+        with pytest.raises(ConfigError, match=f"^data.{key}: value .* that the checkpoint was saved with"):
+            check_resume(make(data=saved), make(data=data))
+    older = make(data={limit: 64})
+    del older["data"]["truncation"]
+    assert len(check_resume(older, make(data={limit: 65}))) == 1
+
+
 def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():
     def of(signature: str, page: str) -> dict:
         data = {"train": f"https://host/a.jsonl?{signature}", "stream": True, "system": f"See https://host/docs?{page}"}

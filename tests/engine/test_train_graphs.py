@@ -34,7 +34,6 @@ def compared(tmp_path, family, world, parallel, options, **more):
 def test_replays_change_no_bit(tmp_path, family, world, parallel, options):
     found = compared(tmp_path, family, world, parallel, options)
     assert found.differ == {} and found.lines == []
-    # of those since the model was on the host: a rank of two replicas has one micro-batch of many sequences in a step
     # since the model was on the host. Replicas have a bucket for all lengths; so has transformer-engine, up to 64 tokens
     replicas, te = world > parallel.get("tp", 1), options.get("layer_spec") == "te"
     buckets = (2, 1) if replicas else (2, 2) if te else (3, 2)

@@ -119,7 +119,7 @@ def test_rows_that_are_too_long_for_the_run_are_shown_and_counted(inputs, name, 
     done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / f"{name}.yaml"), "--count", "--rows", "9", *keys])
     out = done.stdout.replace(f"{inputs}/", "")
     assert done.exit_code == 2 and first in out.splitlines() and whole[-2] in out.splitlines()
-    assert f"rows used: {int(whole[-1].split()[2][:-1]) - number}, " in out
+    assert f"rows used: {int(whole[-1].split()[2][:-1]) - number}, " in out and f", too long: {number}" in out
     limit = limit.replace("=", " ")
     assert f"mrl: data.train: {number} rows that were read are longer than {limit}, as " in done.stderr
     assert done.stderr.endswith(f"and a run stops there; raise it, or set data.truncation to {cuts}\n")

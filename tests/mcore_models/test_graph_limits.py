@@ -36,6 +36,10 @@ OF_KEYS = [
     ({"recompute": "full"}, {}, GRAPHS + "is not for engine.recompute full"),
     ({"offload": ("optimizer", "parameters", "gradients")}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves gradients and parameters"),
     ({"offload": ("activations",)}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves activations"),
+    ({"megatron": {"fooo": 1}}, {}, "engine.megatron.fooo: value 1 is for a field that megatron-core "),
+    ({"megatron": {"moe_router_fusion": 2}}, {}, "engine.megatron.moe_router_fusion: value 2 is of another type"),
+    ({"layer_spec": "local", "device": "cuda"}, {"dtype": "float32"}, GRAPHS + "needs attention in one call"),
+    ({"micro_batch": MicroBatchConfig(tokens="auto", pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and engine.micro_batch.tokens is auto"),
     ({"megatron": {"moe_router_fusion": True}}, {}, GRAPHS + "is not for engine.megatron.moe_router_fusion"),
     ({"megatron": {"tp_comm_overlap": True}}, {}, GRAPHS + "is not for engine.megatron.tp_comm_overlap"),
     ({"megatron": {"overlap_grad_reduce": True}}, {}, GRAPHS + "is not for engine.megatron.overlap_grad_reduce"),
@@ -74,7 +78,11 @@ def test_models_that_are_not_captured(family, changes, said):
     [
         ({"moe": MoEConfig(grouped_mm=False)}, ParallelDims(), "engine.moe.grouped_mm is false"),
         ({"layer_spec": "te"}, ParallelDims(), "transformer-engine's do (engine.layer_spec is te)"),
-        ({}, ParallelDims(2, tp=2, etp=2, sp=True), "these are on 2 ranks (engine.parallel.etp is 2)"),
+        (
+            {},
+            ParallelDims(2, tp=2, etp=2, sp=True),
+            "these are on 2 ranks (engine.parallel.etp is 2); set engine.parallel.etp to 1",
+        ),
     ],
 )
 def test_experts_whose_counts_go_to_the_host(engine, dims, why):

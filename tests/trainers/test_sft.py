@@ -309,6 +309,24 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_
     assert train(short) == ("done", ""), "what comes after the last step is nobody's fault"
 
 
+@pytest.mark.parametrize("change", slow_but([{"max_length": 200}], [{"max_length": 200}, {"truncation": "drop"}]))
+def test_after_a_row_that_is_too_long_the_run_resumes_as_if_it_had_begun_so(inputs, tmp_path, change):
+    rows = read_rows(inputs / "train.jsonl")
+    rows[9] = tiny_runs.chat([1] * 50)
+    tiny_runs.write_rows(tmp_path / "rows.jsonl", rows)
+    data = {"train": str(tmp_path / "rows.jsonl"), "shuffle": False}
+    config = tiny_runs.make_config(inputs, tmp_path / "run", data=data)
+    kind, message = train(config)
+    assert kind == "DataError" and "raise data.max_length, or set data.truncation to right, left or drop" in message
+    saved = tmp_path / "run" / "checkpoints" / "step_00000002"
+    assert message.endswith(f"saved in {saved}: if that is put right, the same command goes on from there"), message
+    config["data"] |= change
+    assert train(config) == ("done", "")
+    once = tiny_runs.make_config(inputs, tmp_path / "once", data=data | change)
+    assert train(once) == ("done", "")
+    assert_same_run(tmp_path / "run", tmp_path / "once")
+
+
 def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tmp_path):
     kind, message = train(tiny_runs.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
