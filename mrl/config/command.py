@@ -93,6 +93,11 @@ class Part:
     optimizer: OptimizerConfig | None = None  # where it trains
     hf: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its config.json, once that is read
 
+    @property
+    def used_engine(self) -> EngineConfig:
+        """Returns the engine without what only a model that trains uses, if this one does not."""
+        return dataclasses.replace(self.engine, cuda_graphs=self.engine.cuda_graphs and self.optimizer is not None)
+
     def key(self, name: str) -> str:
         """Returns the dotted key that the config has for `name` of this part, as in actor.engine."""
         return join_key(self.role, name)

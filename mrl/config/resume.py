@@ -16,7 +16,12 @@ from mrl.errors import MAX_SHOWN, ConfigError, Shown, show
 
 ABSENT = Shown("(absent)")
 
-CHANGES_SCHEDULE = ("train.steps", "train.epochs")
+NEW_LENGTH = "the learning-rate schedule follows the new length"
+OF_EPOCHS = "with train.epochs the run is as long as the rows that are used, and so is the schedule"
+EFFECTS = {
+    "train.steps": NEW_LENGTH, "train.epochs": NEW_LENGTH, "data.truncation": OF_EPOCHS, "data.on_bad_row": OF_EPOCHS,
+}  # fmt: skip
+"""What else a change of a key changes."""
 
 LIMITS_OF_ROWS = ("data.max_length", "data.max_prompt_length")
 
@@ -174,7 +179,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        effect = " (the learning-rate schedule follows the new length)" if self.key in CHANGES_SCHEDULE else ""
+        effect = f" ({EFFECTS[self.key]})" if self.key in EFFECTS else ""
         key, before, after = _innermost(self.key, self.before, self.after, (self.key,))
         return f"{key}: {before} at the save, {after} now{effect}"
 
@@ -187,10 +192,20 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
 
 def _of_later_rows(key: str, pair: tuple[Any, Any], old: Mapping[str, Any]) -> bool:
     """Returns whether a change is of long rows alone: no row was long so far, as one stops a run under `error`."""
-    if old["data"].get("truncation", "error") != "error":
+    if (old.get("data") or {}).get("truncation", "error") != "error":
         return False
-    before, after = pair
-    return key == "data.truncation" or (key in LIMITS_OF_ROWS and before < after)
+    if key in LIMITS_OF_ROWS:
+        # kto joins prompts with answers of other rows, and cuts them to the limit (trainers/dpo.py)
+        cuts_pairs = (old.get("loss") or {}).get("name") == "kto"
+        return all(type(value) is int for value in pair) and pair[0] < pair[1] and not cuts_pairs
+    return key == "data.truncation"
+
+
+def with_limits_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config `before` with the keys of long rows that `now` has. Both are plain data."""
+    names = [key.removeprefix("data.") for key in (*LIMITS_OF_ROWS, "data.truncation")]
+    data = {**(before.get("data") or {}), **{name: now["data"][name] for name in names if name in now["data"]}}
+    return {**before, "data": data}
 
 
 def expand_nulls(

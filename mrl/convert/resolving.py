@@ -47,10 +47,12 @@ def checkpoint_folder(path: str | Path) -> Path:
     return Path(checkpoint)
 
 
+FIX = "give the run again, or raise its checkpoint.keep"
+
+
 def removed(folder: Path) -> CheckpointError:
-    """Returns the error on a checkpoint that a run has removed, perhaps while it was read."""
-    why = "is not there any more, or never was, and its run has a newer one"
-    return CheckpointError(folder, why=why, fix="give the run again, or raise its checkpoint.keep")
+    """Returns the error on a checkpoint that was removed while it was read, as a run does."""
+    return CheckpointError(folder, why="was removed while it was read", fix=FIX)
 
 
 def check_not_removed(folder: Path) -> None:
@@ -59,4 +61,5 @@ def check_not_removed(folder: Path) -> None:
     if not re.fullmatch(r"step_\d+", folder.name) or folder.exists():
         return
     if latest.is_file() and folder.name < latest.read_text(encoding="utf-8").strip():
-        raise removed(folder)
+        why = "is not there any more, or never was, and its run has a newer one"
+        raise CheckpointError(folder, why=why, fix=FIX)

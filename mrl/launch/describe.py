@@ -28,7 +28,7 @@ def _notes(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Iterator[s
     from mrl.engine.registry import checks_of
 
     for part, dims in zip(parts, layouts, strict=True):
-        for note in checks_of(part.engine.backend).notes_on(part.model, part.engine, dims, part.hf):
+        for note in checks_of(part.engine.backend).notes_on(part.model, part.used_engine, dims, part.hf):
             yield part.key(note)
 
 

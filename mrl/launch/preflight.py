@@ -205,7 +205,8 @@ def check_engines(command: TrainingCommand, config: Config) -> None:
         needed = command.needed(config)
         for part in command.parts(config):
             if part.role in needed:
-                checks_of(part.engine.backend).check_config(part.model, part.engine)
+                with command.rewrite_error_keys(config, part.role):
+                    checks_of(part.engine.backend).check_config(part.model, part.engine)
 
 
 def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool) -> None:
@@ -230,7 +231,7 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
         checks.check_config(part.model, part.engine)
         checks.check_model(part.engine, dims, part.hf, sequences)
         check = checks.check_here if here else checks.check_anywhere
-        check(part.model, part.engine, dims, part.hf)
+        check(part.model, part.used_engine, dims, part.hf)
         if part.model.lora is not None and os.path.isdir(part.model.path):
             from mrl.engine.lora.folder import adapters
 

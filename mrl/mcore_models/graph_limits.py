@@ -14,7 +14,6 @@ import torch
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
 from mrl.errors import ConfigError
 from mrl.mcore_models import megatron_fields, userbuffers
-from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 
 PAD, GRAPHS = "engine.micro_batch.pad", "engine.cuda_graphs"
@@ -55,8 +54,6 @@ def check_config(model: ModelConfig, engine: EngineConfig) -> None:
         if engine.megatron.get(name):
             why = "is not for {}.{}: replicas that replay and others would communicate in different orders"
             _refuse(why.format(megatron_fields.KEY, name))
-    if engine.device == "cuda" and engine.layer_spec == "local":
-        _check_attention(DTYPES[model.dtype])
     if isinstance(model, TrainedModelConfig):
         if model.lora is not None:
             _refuse("is not for adapters (model.lora)")
@@ -119,7 +116,8 @@ def _experts_refusal(engine: EngineConfig, fields: Mapping[str, Any], dims: Para
     return None
 
 
-def _check_attention(dtype: torch.dtype) -> None:
+def check_attention(dtype: torch.dtype) -> None:
+    """Raises ConfigError if local layers on a GPU cannot be captured."""
     if dtype == torch.float32:
         why = "needs attention in one call for rows of any lengths, which local layers have in 16 bits alone"
         _refuse(why, "set model.dtype to bfloat16, or leave it out")
@@ -133,7 +131,7 @@ def check_layers(spec: str, dtype: torch.dtype, *, counts_stay: bool) -> None:
     if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         _refuse(f"needs torch 2.13, and this is {torch.__version__}", "leave it out")
     if spec == "local":
-        _check_attention(dtype)
+        check_attention(dtype)
     if not counts_stay:
         why = "needs layers of experts that ask the host for nothing: local ones, with grouped products"
         _refuse(why, "set engine.layer_spec to local and engine.moe.grouped_mm to true, or leave this out")

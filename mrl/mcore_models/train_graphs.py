@@ -94,7 +94,8 @@ class TrainGraphs:
         if not (torch.is_grad_enabled() and self.captures):
             return self.run(hidden_states=hidden_states, packed_seq_params=layout, **others)
         unknown = [name for name, value in others.items() if value is not None and name not in tensors]
-        assert layout.fixed and hidden_states.requires_grad and not unknown, f"graphs do not take {unknown}"
+        assert layout.fixed and hidden_states.requires_grad, "graphs take padded micro-batches that train"
+        assert not unknown, f"graphs do not take {unknown}"
         bucket = self._bucket(hidden_states, layout, tensors)
         bucket.steps += 1
         if bucket.steps > BEFORE_CAPTURE:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.load import read_yaml, to_dict
-from mrl.config.resume import Change, check_resume, path_keys
+from mrl.config.resume import Change, check_resume, path_keys, with_limits_of
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
 from mrl.trainers import run_lock
@@ -169,8 +169,13 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> li
 
     Returns what has another name there (`path_keys`).
     """
-    before = read_yaml(path / "config.yaml") if (path / "config.yaml").exists() else to_dict(config)
-    changes = check_resume(before, to_dict(config))
+    file, now = path / "config.yaml", to_dict(config)
+    before = read_yaml(file) if file.exists() else now
+    saved_before = (
+        file.exists() and (pathlib.Path(newest) / atomic_checkpoint.MARKER).stat().st_mtime < file.stat().st_mtime
+    )
+    # A start that has saved nothing wrote the file. The checkpoint may have other limits, and the run looks at them.
+    changes = check_resume(with_limits_of(before, now) if saved_before else before, now)
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not same_folder(resume, newest):

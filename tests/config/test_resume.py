@@ -68,9 +68,25 @@ def test_after_a_row_that_was_too_long_the_limit_may_rise_and_rows_may_be_droppe
     ):
         with pytest.raises(ConfigError, match=f"^data.{key}: value .* that the checkpoint was saved with"):
             check_resume(make(data=saved), make(data=data))
+    for saved in (
+        None,
+        {limit: None, "truncation": "error"},
+        {"truncation": "error"},
+    ):  # of a config.yaml that somebody edited
+        with pytest.raises(ConfigError, match="^data"):
+            check_resume(old | {"data": saved}, old)
     older = make(data={limit: 64})
     del older["data"]["truncation"]
     assert len(check_resume(older, make(data={limit: 65}))) == 1
+
+
+def test_the_limit_of_kto_stays_as_it_cuts_pairs_of_rows():
+    def of(name: str, limit: int) -> dict:
+        return to_dict(from_dict(base(data={"max_length": limit}, loss={"name": name}), DPOConfig))
+
+    assert len(check_resume(of("dpo", 64), of("dpo", 65))) == 1
+    with pytest.raises(ConfigError, match="^data.max_length: value 65 is not the 64"):
+        check_resume(of("kto", 64), of("kto", 65))
 
 
 def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():

@@ -59,6 +59,15 @@ def test_a_model_of_fewer_positions_is_said_once(folder):
     assert said.count("is made for") == 1 and "# reference.model.path: the model is made for 64 positions" in said
 
 
+def test_graphs_are_of_the_models_that_train(folder):
+    graphs = "actor.engine={device: cuda, layer_spec: local, cuda_graphs: true, micro_batch: {tokens: 4096, pad: true}}"
+    given = [graphs, "train.offload_idle=never", "reference.model.dtype=float32", "actor.model.dtype=bfloat16"]
+    done = dry_run_of_ppo(*given)
+    assert done.exit_code == 0 and done.stdout.count("engine.cuda_graphs: a GPU") == 1, done.output
+    done = dry_run_of_ppo(*given, "actor.model.dtype=float32")
+    assert done.exit_code == 2 and "mrl: actor.engine.cuda_graphs: value true needs attention in one" in done.stderr
+
+
 def test_roles_share_the_buffers_of_tensor_parallel_communication(folder):
     """One role may have none; two have the same."""
     engine = "{{device: cpu, layer_spec: te, parallel: {{tp: 2}}, micro_batch: {{tokens: {}}}, megatron: {{tp_comm_overlap: true}}}}"

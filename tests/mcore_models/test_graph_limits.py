@@ -38,7 +38,6 @@ OF_KEYS = [
     ({"offload": ("activations",)}, {}, GRAPHS + "needs tensors that stay where they are, and engine.offload moves activations"),
     ({"megatron": {"fooo": 1}}, {}, "engine.megatron.fooo: value 1 is for a field that megatron-core "),
     ({"megatron": {"moe_router_fusion": 2}}, {}, "engine.megatron.moe_router_fusion: value 2 is of another type"),
-    ({"layer_spec": "local", "device": "cuda"}, {"dtype": "float32"}, GRAPHS + "needs attention in one call"),
     ({"micro_batch": MicroBatchConfig(tokens="auto", pad=True)}, {}, PAD + "pads every micro-batch to a number of tokens, and engine.micro_batch.tokens is auto"),
     ({"megatron": {"moe_router_fusion": True}}, {}, GRAPHS + "is not for engine.megatron.moe_router_fusion"),
     ({"megatron": {"tp_comm_overlap": True}}, {}, GRAPHS + "is not for engine.megatron.tp_comm_overlap"),

@@ -122,6 +122,10 @@ def test_a_folder_of_text_and_more_is_planned_by_its_text_part(plan, backend):
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--suggest"], "has no layouts to search"),
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--calibrate"], "has no stages to time"),
         (["sft.yaml", "engine.micro_batch={tokens: auto, pad: true}"], "and engine.micro_batch.tokens is auto; set"),
+        (
+            ["grpo.yaml", "actor.engine.micro_batch={tokens: auto, pad: true}"],
+            "mrl: actor.engine.micro_batch.pad: value",
+        ),
         (["sft.yaml", "--suggest", "--calibrate"], "--calibrate: times one layout; leave --suggest out"),
         (
             ["sft.yaml", "model.path=tiny", "teacher={model: {path: tiny}, top_k: 8}", "--calibrate"],

@@ -63,6 +63,7 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         fields, dtype = _check_trained(model, engine, dims, hf_config)
+        _check_attention_of_graphs(engine, dtype, on_gpu=engine.device == "cuda")
         if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 
@@ -82,11 +83,14 @@ class MegatronChecks(EngineChecks):
         fields, dtype = _check_trained(model, engine, dims, hf_config)
         spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model))
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
-        if engine.cuda_graphs and devices.has_gpu():
-            graph_limits.check_layers(
-                spec.name, dtype, counts_stay=spec.name == "local" or not fields.get("num_moe_experts")
-            )
+        _check_attention_of_graphs(engine, dtype, on_gpu=devices.has_gpu())
         fp8.check_here(engine.megatron)
+
+
+def _check_attention_of_graphs(engine: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> None:
+    """Checks the layers that are asked for by name. Those of `auto` are known when the model is built."""
+    if engine.cuda_graphs and engine.layer_spec == "local" and on_gpu:
+        graph_limits.check_attention(dtype)
 
 
 def _has_adapters(model: ModelConfig) -> bool:
