@@ -151,6 +151,7 @@ def main() -> None:
     import mrl.serve.server  # noqa: F401
     import mrl.trainers.ppo  # noqa: F401
     import mrl.trainers.sft  # noqa: F401
+    import tests.frozen  # noqa: F401
 
     fork_ranks()
 

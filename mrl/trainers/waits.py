@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -82,11 +83,16 @@ def write_error_line(line: str) -> None:
 
 @contextlib.contextmanager
 def announce(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[WaitWatch]:
-    """Inside, `what` is done by a process that has no console yet. Yields its watch. shows: False says nothing."""
-    watch = WaitWatch(write)
+    """Inside, `what` is done by a process that has no console yet. Yields its watch. shows: False says nothing.
+
+    It imports, mostly, which leaves no garbage. Looking for some would take a tenth of the time.
+    """
+    watch, thresholds = WaitWatch(write), gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
     if shows:
         watch.doing(what)
     try:
         yield watch
     finally:
         watch.close()
+        gc.set_threshold(*thresholds)

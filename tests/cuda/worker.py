@@ -90,6 +90,7 @@ def main() -> None:
     models.read_all()
     for name in OF_PLANS if kind == ["plans"] else OF_RANKS:  # once, too
         importlib.import_module(name)
+    import tests.frozen  # noqa: F401
 
     for line in sys.stdin:
         read, write = os.pipe()

@@ -37,6 +37,7 @@ import psutil
 PRELOAD = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.modeling_utils", "megatron.core",
     "datasets", "peft", "mrl.engine.fsdp.engine", "mrl.engine.megatron.engine", "tests.engine.contract",
+    "tests.frozen",
 )  # fmt: skip
 OTHERS_GRACE_S = 3.0  # how long the other ranks have after one has failed
 MOST_BYTES = 5 << 30
