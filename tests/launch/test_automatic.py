@@ -24,7 +24,6 @@ from tests.config.test_load import merged
 from tests.forks import forks
 from tests.launch import gpu_queries
 from tests.resume.kills import are_gone
-from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.tiny_runs import REPO
@@ -73,10 +72,8 @@ def numbers(folder: pathlib.Path, keys: list[str]) -> dict[str, int]:
     return {key: automatic.value_at(saved, key) for key in keys}
 
 
-KINDS = [("megatron", "inherited"), ("fsdp", "own")]
-
-
-@pytest.mark.parametrize(("backend", "sections"), slow_but(KINDS[:1], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "sections"), [("megatron", "inherited"), ("fsdp", "own")])
 def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, backend, sections):
     file = ppo(inputs, tmp_path, backend, sections)
     config = load_config(file, root=PPO.root)
@@ -142,6 +139,7 @@ def run_ranks(sft: pathlib.Path, folder: pathlib.Path, gpus: tuple[str, str]) ->
     return [rank.wait(300) for rank in ranks], [(folder / f"log{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
     """The second would choose 4,096. Its stage would then wait for other micro-batches than the first sends."""
     codes, said = run_ranks(sft, tmp_path, ("GB=4.773", "h200"))

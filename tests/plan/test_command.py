@@ -277,6 +277,7 @@ def test_small_models_are_shown_in_small_units(plan):
     assert "causal attention at half the square" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
     words = (
         "grpo.yaml",

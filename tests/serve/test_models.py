@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     return tiny.make_model(str(tmp_path_factory.mktemp("model")), "qwen3")
 
 
+@pytest.mark.slow
 def test_the_first_step_of_each_model_is_looked_at(folder):
     processes, role = world_and_role("fsdp dp2", folder)
     run_case(processes, f"{__name__}:first_steps", config=role)
