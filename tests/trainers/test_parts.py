@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pathlib
@@ -140,6 +141,14 @@ def test_no_wait_is_without_a_word(capsys):
     later_s = watch._silent_since_s
     assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
     watch.close(), watch.close()
+
+
+def test_garbage_is_looked_for_less_often_in_a_wait_and_as_before_after_it():
+    before = gc.get_threshold()
+    with pytest.raises(KeyboardInterrupt), waits.announce("loading", shows=False):
+        assert gc.get_threshold() == (100_000, *before[1:])
+        raise KeyboardInterrupt
+    assert gc.get_threshold() == before
 
 
 def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
