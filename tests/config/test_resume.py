@@ -59,6 +59,10 @@ def test_after_a_row_that_was_too_long_the_limit_may_rise_and_rows_may_be_droppe
         ({limit: 65, "truncation": "left"}, 2),
     ):
         assert len(check_resume(old, make(data=data))) == changes
+    [change] = check_resume(old, make(data={limit: 64, "truncation": "drop"}))
+    assert str(change).startswith(
+        'data.truncation: "error" at the save, "drop" now (with train.epochs the run is as long'
+    )
     for saved, data, key in (
         ({limit: 64}, {limit: 63}, limit),
         ({limit: 64}, {limit: 63, "truncation": "drop"}, limit),

@@ -21,6 +21,7 @@ from mrl.engine.fsdp.checks import FSDPChecks
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.mcore_models import graph_limits
+from mrl.ops import devices
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
@@ -131,6 +132,12 @@ def test_layers_that_a_gpu_gets(monkeypatch):
     ):
         with pytest.raises(ConfigError, match="^" + GRAPHS + why):
             graph_limits.check_layers("local", dtype, counts_stay=stay)
+    model = TrainedModelConfig(path="folder", dtype="float32")
+    given = model, EngineConfig(micro_batch=PADDED, cuda_graphs=True, layer_spec="local"), ParallelDims()
+    MegatronChecks.check_here(*given, tiny.config_of("qwen3").to_dict())
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    with pytest.raises(ConfigError, match="^" + GRAPHS + "needs attention in one call"):
+        MegatronChecks.check_here(*given, tiny.config_of("qwen3").to_dict())
     monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
     with pytest.raises(ConfigError, match="^" + GRAPHS + "needs torch 2.13"):
         graph_limits.check_layers("local", torch.bfloat16, counts_stay=True)

@@ -302,6 +302,19 @@ ON_GPUS = (
         ("if platform.is_broken_package(fault):", "if fault is not None:"),
     ),
     *_of(
+        "config/resume.py",
+        "config/test_resume.py",
+        ("pair[0] < pair[1] and not cuts_pairs", "pair[0] < pair[1]"),
+        ("pair[0] < pair[1] and not", "not"),
+        ('.get("truncation", "error") != "error":', '.get("truncation", "drop") != "error":'),
+    ),
+    *_of(
+        "trainers/used_folder.py",
+        "launch/test_used_folder.py",
+        ("with_limits_of(before, now) if saved_before else before", "before"),
+        ("with_limits_of(before, now) if saved_before else before", "with_limits_of(before, now)"),
+    ),
+    *_of(
         "trainers/used_folder.py",
         "trainers/test_loops.py",
         ('return last is None or last["step"] != step - 1', "return last is None"),
