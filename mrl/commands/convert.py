@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.commands import EXIT_USER_ERROR, JSON, Argument, Command, Group, Option, echo, say
 from mrl.errors import UserError
+from mrl.trainers.waits import fewer_collections
 from mrl.words import pluralize
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ _ROLE = Option(names="--role", metavar="ROLE", help="Whose weights, of a checkpo
 @contextlib.contextmanager
 def _on_files() -> Iterator[None]:
     """Makes a message of an error of the file system, too."""
-    gc.set_threshold(100_000)  # importing torch and transformers leaves no garbage: a fifth of it is looking for some
     try:
-        yield
+        with fewer_collections():  # torch and transformers are imported inside
+            yield
     except OSError as error:
         if error.errno == errno.EPIPE or error.filename is None:
             raise

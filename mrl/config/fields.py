@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -26,7 +26,7 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     parse: Callable[[Any, str], Any] | None = None,
-    may_change: bool | frozenset[str] = False,
+    may_change: bool | frozenset[str] | Literal["rows"] = False,
     moves: bool = False,
 ) -> Any:
     """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds.
@@ -34,7 +34,8 @@ def key(
     - minimum, above, maximum: `above` is exclusive. Without any, `mrl.config.keys.MAX_VALUES` holds.
     - parse: `(plain data, dotted path) -> section`, for a section that dataclasses alone do not describe.
     - may_change: a resumed run may have another value. For a section this holds for all of its keys. For a mapping it
-      is the names of the entries that may change. Model and data stay the same.
+      is the names of the entries that may change. Model and data stay the same. `rows`: it says what becomes of long
+      rows, and may change while no row was long (`mrl.config.resume`).
     - moves: it may name another place. The run compares the content with the data of the checkpoint.
     """
     metadata = {

@@ -33,7 +33,7 @@ class Key:
     help: str
     stated: Mapping[str, float | None]  # a number's bounds in the schema
     parse: Callable[[Any, str], Any] | None = None  # (plain data, path) -> value, of a section with several forms
-    may_change: bool | frozenset[str] = False  # as in `mrl.config.fields.key`
+    may_change: bool | frozenset[str] | Literal["rows"] = False  # as in `mrl.config.fields.key`
     moves: bool = False  # as in `mrl.config.fields.key`
 
     @property

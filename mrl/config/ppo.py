@@ -286,9 +286,11 @@ class PromptsConfig(RowsConfig):
     teacher: str | None = key(
         None, "teacher of rows that name none, by its name in reference.others; null is reference.model"
     )
-    max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
+    max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1, may_change="rows")
     truncation: Literal["error", "left", "drop"] = key(
-        "error", "a longer prompt stops the run, loses its start (left), or is skipped (drop); counted and reported"
+        "error",
+        "a longer prompt stops the run, loses its start (left), or is skipped (drop); counted and reported",
+        may_change="rows",
     )
 
 

@@ -23,8 +23,6 @@ EFFECTS = {
 }  # fmt: skip
 """What else a change of a key changes."""
 
-LIMITS_OF_ROWS = ("data.max_length", "data.max_prompt_length")
-
 
 def may_change(root: type) -> tuple[str, ...]:
     """Returns keys and sections of the config that a resumed run may change; for mappings, the entries.
@@ -87,7 +85,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     for dotted, (before, after) in changed_keys(old, new, whole=whole).items():
         if before == ABSENT and after == defaults.get(dotted):  # a section that may be null is null
             continue
-        if _may_change(dotted, (before, after), root) or _of_later_rows(dotted, (before, after), old):
+        of_rows = dotted in keys and keys[dotted].may_change == "rows"
+        if _may_change(dotted, (before, after), root) or (of_rows and _changes_no_used_row(dotted, before, after, old)):
             changes.append(Change(dotted, before, after))
         else:
             breaking[dotted] = (before, after)
@@ -190,22 +189,21 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
     return any(key == allowed or key.startswith(allowed + ".") for allowed in may_change(root))
 
 
-def _of_later_rows(key: str, pair: tuple[Any, Any], old: Mapping[str, Any]) -> bool:
-    """Returns whether a change is of long rows alone: no row was long so far, as one stops a run under `error`."""
+def _changes_no_used_row(key: str, before: Any, after: Any, old: Mapping[str, Any]) -> bool:
+    """Returns whether rows that were used stay as they are: a longer one than the limit stops a run under `error`."""
     if (old.get("data") or {}).get("truncation", "error") != "error":
         return False
-    if key in LIMITS_OF_ROWS:
-        # kto joins prompts with answers of other rows, and cuts them to the limit (trainers/dpo.py)
-        cuts_pairs = (old.get("loss") or {}).get("name") == "kto"
-        return all(type(value) is int for value in pair) and pair[0] < pair[1] and not cuts_pairs
-    return key == "data.truncation"
+    if key == "data.truncation":
+        return True
+    # kto joins prompts with answers of other rows, and cuts them to the limit (trainers/dpo.py)
+    cuts_pairs = (old.get("loss") or {}).get("name") == "kto"
+    return type(before) is type(after) is int and before < after and not cuts_pairs
 
 
-def with_limits_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def with_limits_of(before: Mapping[str, Any], now: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Returns the config `before` with the keys of long rows that `now` has. Both are plain data."""
-    names = [key.removeprefix("data.") for key in (*LIMITS_OF_ROWS, "data.truncation")]
-    data = {**(before.get("data") or {}), **{name: now["data"][name] for name in names if name in now["data"]}}
-    return {**before, "data": data}
+    names = [key.path.removeprefix("data.") for key in walk_keys(root) if key.may_change == "rows"]
+    return {**before, "data": {**(before.get("data") or {}), **{name: now["data"][name] for name in names}}}
 
 
 def expand_nulls(

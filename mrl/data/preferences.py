@@ -220,7 +220,8 @@ def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> 
     what = f"the row has a sequence of {longest} tokens and data.max_length is {config.max_length}"
     if config.truncation == "drop":
         return RejectedRow("dropped", f"{where}: {what}")
-    raise DataError(f"{what}; raise data.max_length, or set data.truncation to drop")
+    # drop comes first: a resume of kto keeps its limit, to which it cuts pairs of rows
+    raise DataError(f"{what}; set data.truncation to drop, or raise data.max_length")
 
 
 class PreferenceDataset(EncodedRows[Preference]):

@@ -209,6 +209,11 @@ class BaseEngine(EngineChecks, abc.ABC):
         `hf_gradients` or the next `forward_backward_step` that trains.
         """
 
+    @property
+    def holds_several_models(self) -> bool:
+        """Whether it has `trained_state`, by which `mrl serve` exchanges the models that it holds."""
+        return type(self).trained_state is not BaseEngine.trained_state
+
     def trained_state(self) -> TrainedState:
         """Returns a copy, in host memory, of what trains: parameters, the optimizer's state, accumulated gradients.
 
@@ -383,7 +388,7 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     def set_adapter_scale(self, scale: float) -> None:
         """Multiplies B A by `scale` from now on, instead of the scale of `model.lora`. Checkpoints do not hold it."""
-        raise NotImplementedError(f"the {self.backend} engine has no adapters")
+        raise NotImplementedError(f"the {self.backend} engine has no adapters of other scales")
 
     def load_adapter(self, path: str) -> None:
         """Replaces the adapters by those of a folder that mrl or peft wrote for the same selection (`set_adapters`).

@@ -36,7 +36,7 @@ class Offload:
 
     kinds: state for the host between uses; kinds outside KINDS are ignored. tensors: returns the tensors of each of
     KINDS, called at each move. spent: kinds with only zeros so far (see `spend`). drop_copies: frees values derived
-    from a kind, to be made again when needed. It is called whenever the kind leaves the device.
+    from a kind, such as graphs of it, to be made again when needed. It is called whenever the kind leaves the device.
     """
 
     def __init__(

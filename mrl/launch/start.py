@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import importlib
 import json
 import os
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 LOADING = "loading PyTorch and what goes with it"
+READ_LIMIT = datetime.timedelta(seconds=10)
+"""How long a rank 0 that could not choose waits until the others have read why: its store ends with it."""
 
 
 def start(
@@ -135,12 +139,20 @@ def _numbers_of_rank_0(
             made, lines = chosen()
         except Exception as error:
             store.set("auto", json.dumps(automatic.reason(error)))
+            with contextlib.suppress(dist.DistStoreError):  # a rank that has ended reads nothing
+                store.wait([_read_by(rank) for rank in range(1, world_size)], READ_LIMIT)
             raise
         store.set("auto", json.dumps({key: value_at(to_dict(made), key) for key in auto}))
     answer = json.loads(store.get("auto"))
     if isinstance(answer, str):
+        store.set(_read_by(joined.rank), "")
         raise UserError(f"rank 0 could not choose what is auto: {answer}")
     return automatic.replaced(config, answer), lines, store
+
+
+def _read_by(rank: int) -> str:
+    """Returns the key of the store that a rank sets once it has read why nothing could be chosen."""
+    return f"auto read by {rank}"
 
 
 def _not_here(parts: Sequence[Part], config: Any) -> list[str]:

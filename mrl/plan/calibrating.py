@@ -23,7 +23,7 @@ from mrl.ops import devices
 from mrl.parallel import ParallelDims
 from mrl.plan import units
 from mrl.plan.cost import Cost, cost, estimated_times
-from mrl.plan.memory import RolePlan, without_padding
+from mrl.plan.memory import RolePlan, for_one_rank
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
 
@@ -63,7 +63,7 @@ def calibrate(
             continue
         role, lengths = made.roles[phase.role], made.batches[phase.name].lengths
         _check(phase, role)
-        config = dataclasses.replace(role.config, engine=without_padding(role.config))
+        config = dataclasses.replace(role.config, engine=for_one_rank(role.config))
         kinds, times = meta.kinds_of_stages(config, role.dims), {}
         for stage, kind in enumerate(kinds):
             if kind.same not in times:

@@ -107,7 +107,7 @@ def plan_role(
                 ids = _ids(phase, config)
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=ids, kernels=gpu.kernels)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
-            layers = dataclasses.replace(config, optimizer=None, head="value", engine=without_padding(config))
+            layers = dataclasses.replace(config, optimizer=None, head="value", engine=for_one_rank(config))
             # without kernels: the decoder computes experts by torch, which keeps more than the kernels of training
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
@@ -123,7 +123,7 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, moe=moe))
 
 
-def without_padding(config: RoleConfig) -> EngineConfig:
+def for_one_rank(config: RoleConfig) -> EngineConfig:
     """Returns the engine without userbuffers and padding: decoding pads no prompts, and one rank sends nothing."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
     micro_batch = dataclasses.replace(config.engine.micro_batch, pad=False)

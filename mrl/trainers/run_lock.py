@@ -51,9 +51,9 @@ class RunLock:
                 why = f"is in use by another run ({self._holder()})"
                 fix = "wait for it, stop it, or give another output_dir"
                 raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from None
-            except FileNotFoundError as error:
-                # a run that ended has just removed the folder; or none can be made there
-                if time.monotonic() > deadline:
+            except (FileNotFoundError, FileExistsError) as error:
+                # A run that ended has just removed the folder, or none can be made there: mkdir raises either.
+                if self.output_dir.is_file() or time.monotonic() > deadline:
                     raise unwritable(str(self.output_dir), self.output_dir, error) from error
                 time.sleep(POLL_S)
             except OSError as error:

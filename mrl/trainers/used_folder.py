@@ -171,11 +171,10 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> li
     """
     file, now = path / "config.yaml", to_dict(config)
     before = read_yaml(file) if file.exists() else now
-    saved_before = (
-        file.exists() and (pathlib.Path(newest) / atomic_checkpoint.MARKER).stat().st_mtime < file.stat().st_mtime
-    )
-    # A start that has saved nothing wrote the file. The checkpoint may have other limits, and the run looks at them.
-    changes = check_resume(with_limits_of(before, now) if saved_before else before, now)
+    if file.exists() and _is_older(pathlib.Path(newest) / atomic_checkpoint.MARKER, file):
+        # A start that has saved nothing wrote the file. The run compares the limits with those of the checkpoint.
+        before = with_limits_of(before, now, type(config))
+    changes = check_resume(before, now)
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not same_folder(resume, newest):
@@ -186,6 +185,10 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> li
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
         )
     return [change for change in changes if change.key in path_keys(type(config))]
+
+
+def _is_older(one: pathlib.Path, other: pathlib.Path) -> bool:
+    return one.stat().st_mtime < other.stat().st_mtime
 
 
 def checkpoint_elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:

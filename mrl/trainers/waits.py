@@ -85,14 +85,24 @@ def write_error_line(line: str) -> None:
 def announce(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[WaitWatch]:
     """Inside, `what` is done by a process that has no console yet. Yields its watch. shows: False says nothing.
 
-    It imports, mostly, which leaves no garbage. Looking for some would take a tenth of the time.
+    It imports, mostly (`fewer_collections`).
     """
-    watch, thresholds = WaitWatch(write), gc.get_threshold()
-    gc.set_threshold(100_000, *thresholds[1:])
+    watch = WaitWatch(write)
     if shows:
         watch.doing(what)
     try:
-        yield watch
+        with fewer_collections():
+            yield watch
     finally:
         watch.close()
+
+
+@contextlib.contextmanager
+def fewer_collections() -> Iterator[None]:
+    """Inside, Python collects garbage seldom: imports leave none, and looking for some takes a tenth of their time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
         gc.set_threshold(*thresholds)

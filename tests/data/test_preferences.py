@@ -177,7 +177,7 @@ def test_single_answers_are_refused_by_a_loss_of_pairs(tmp_path):
 
 def test_long_rows_are_refused_or_dropped_whole(tmp_path):
     long = {**PAIR, "rejected": [{"role": "assistant", "content": "the lazy dog " * 40}]}
-    assert "raise data.max_length, or set data.truncation to drop" in refusal(tmp_path, long, max_length=60)
+    assert "set data.truncation to drop, or raise data.max_length" in refusal(tmp_path, long, max_length=60)
     found = dataset(tmp_path, long, PAIR, max_length=60, truncation="drop")
     dropped = found.load(0)
     assert isinstance(dropped, RejectedRow) and dropped.outcome == "dropped" and "rows.jsonl:1" in dropped.why

@@ -245,7 +245,7 @@ def test_steps_that_the_template_or_the_tokenizer_hides_are_refused(tmp_path):
 
 def test_long_rows_are_refused_or_dropped_whole_and_bad_ones_skipped(tmp_path):
     long = {**PAIR, "rejected": [{"role": "assistant", "content": "the lazy dog " * 40}]}
-    assert "raise data.max_length, or set data.truncation to drop" in refusal(tmp_path, long, max_length=60)
+    assert "set data.truncation to drop, or raise data.max_length" in refusal(tmp_path, long, max_length=60)
     found = dataset(tmp_path, long, {**PAIR, "rejected": GOOD}, max_length=60, truncation="drop", on_bad_row="skip")
     assert [found.load(i).outcome for i in range(2)] == ["dropped", "skipped"]
     assert isinstance(found.load(0), RejectedRow)

@@ -102,8 +102,7 @@ def collectives(config: RoleConfig, expected: dict[str, int]) -> None:
     ("keys", "gathered", "reduced", "in_forward"),
     [
         ({"defer_sync": True}, 2 * 4, 2 * 4, 4),
-        # weights are gathered for the backward pass, too
-        pytest.param({}, 2 * 4 * 8, 2 * 4 * 4, 4 * 4, marks=pytest.mark.slow),
+        ({}, 2 * 4 * 8, 2 * 4 * 4, 4 * 4),  # weights are gathered for the backward pass, too
         ({"reshard_after_forward": False}, 2 * 4 * (4 + 1), 2 * 4 * 4, 3 + 4),  # but the root's rest, which is freed
     ],
     ids=str,

@@ -252,6 +252,16 @@ def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
     )
 
 
+@pytest.mark.slow
+def test_serve_refuses_an_engine_that_holds_one_model(inputs, tmp_path, installed):
+    serve = ["serve", "--port", "0", f"output_dir={tmp_path / 'run'}", f"model.path={inputs / 'model'}"]
+    environ, log = os.environ | {"PYTHONPATH": installed}, tmp_path / "log"
+    started = forks().start(tmp_path, log, environ, [*serve, "engine.backend=plain"])
+    assert started.wait(120) == 2 and log.read_text().endswith(
+        'mrl: engine.backend: value "plain" holds one model, and mrl serve has several; give megatron or fsdp\n'
+    )
+
+
 def test_reading_a_config_imports_no_engine(inputs, tmp_path, installed):
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(plain_config(inputs, tmp_path / "run")))

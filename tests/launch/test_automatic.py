@@ -19,7 +19,9 @@ import yaml
 from mrl.commands.ppo import PPO
 from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
+from mrl.engine import atomic_checkpoint
 from mrl.launch import automatic, gpu_variables, planning, start
+from mrl.trainers.run_directory import RunDirectory
 from tests.config.test_load import merged
 from tests.forks import forks
 from tests.launch import gpu_queries
@@ -105,6 +107,23 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
     assert f"changed since the checkpoint: {keys[0]}: {chosen[keys[0]]} at the save, 80 now" in said
     assert all(f"{key}: auto is {chosen[key]:,}, as in " in said for key in keys[1:])
     assert not any(f"changed since the checkpoint: {key}" in said for key in keys[1:])
+
+
+def test_a_resume_keeps_the_numbers_of_a_config_that_a_run_wrote(inputs, tmp_path):
+    file, command = ppo(inputs, tmp_path, "megatron", "own"), PPO()
+    config = load_config(file, root=PPO.root)
+    keys = automatic.auto_keys(config)
+    chosen = {key: 1000 + i for i, key in enumerate(keys)}
+    run_folder = tmp_path / "run"
+    RunDirectory(run_folder).prepare(automatic.replaced(config, chosen), "mrl")
+    assert automatic.with_saved(command, config) == (config, []), "no checkpoint is resumed"
+    with atomic_checkpoint.writing(str(run_folder / "checkpoints"), 2, backend="megatron") as path:
+        pathlib.Path(path, "weights").write_text("w")
+    kept, lines = automatic.with_saved(command, config)
+    assert {key: automatic.value_at(automatic.to_dict(kept), key) for key in keys} == chosen
+    assert lines == [f"{key}: auto is {n:,}, as in {run_folder / 'config.yaml'}" for key, n in chosen.items()]
+    longer = load_config(file, ["rollout.max_new_tokens=100000"], PPO.root)
+    assert automatic.with_saved(command, longer)[1] == [], "numbers for shorter sequences"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -125,19 +126,17 @@ def test_a_run_without_its_export_is_not_complete(runs):
     (runs / "whole" / "hf").mkdir()
 
 
-def test_a_limit_that_no_checkpoint_has_may_be_lowered_again(runs):
+def test_a_limit_that_no_checkpoint_has_may_be_lowered_again(runs, tmp_path):
     """A start that saved nothing left its config.yaml. The run compares the checkpoint's limit once it has read that."""
-    raw = merged(yaml.safe_load((runs / "half.yaml").read_text()), {"data": {"max_length": 64}})
-    marker = next((runs / "half" / "checkpoints").glob("step_*")) / atomic_checkpoint.MARKER
-    RunDirectory(runs / "half").prepare(
-        from_dict(merged(raw, {"data": {"max_length": 200, "truncation": "drop"}})), "mrl"
-    )
+    half = shutil.copytree(runs / "half", tmp_path / "half")
+    raw = merged(yaml.safe_load((runs / "half.yaml").read_text()), {"output_dir": str(half)})
+    raw = merged(raw, {"data": {"max_length": 64}})
+    marker = next((half / "checkpoints").glob("step_*")) / atomic_checkpoint.MARKER
+    RunDirectory(half).prepare(from_dict(merged(raw, {"data": {"max_length": 200, "truncation": "drop"}})), "mrl")
     assert "after step 3" in str(preflight.check_used(record("sft"), from_dict(raw)))
     marker.touch()
     with pytest.raises(ConfigError, match="^data.max_length: value 64 is not the 200 .*data.truncation"):
         preflight.check_used(record("sft"), from_dict(raw))
-    RunDirectory(runs / "half").prepare(from_dict(yaml.safe_load((runs / "half.yaml").read_text())), "mrl")
-    marker.touch()
 
 
 def test_of_serve_the_folder_alone_is_looked_at(runs):

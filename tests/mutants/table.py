@@ -304,15 +304,21 @@ ON_GPUS = (
     *_of(
         "config/resume.py",
         "config/test_resume.py",
-        ("pair[0] < pair[1] and not cuts_pairs", "pair[0] < pair[1]"),
-        ("pair[0] < pair[1] and not", "not"),
+        ("before < after and not cuts_pairs", "before < after"),
+        ("before < after and not", "not"),
         ('.get("truncation", "error") != "error":', '.get("truncation", "drop") != "error":'),
     ),
     *_of(
         "trainers/used_folder.py",
         "launch/test_used_folder.py",
-        ("with_limits_of(before, now) if saved_before else before", "before"),
-        ("with_limits_of(before, now) if saved_before else before", "with_limits_of(before, now)"),
+        ("before = with_limits_of(before, now, type(config))", "pass"),
+        ("if file.exists() and _is_older(pathlib.Path(newest) / atomic_checkpoint.MARKER, file):", "if True:"),
+    ),
+    *_of(
+        "trainers/run_lock.py",
+        "trainers/test_run_lock.py",
+        ("except (FileNotFoundError, FileExistsError) as error:", "except FileNotFoundError as error:"),
+        ("if self.output_dir.is_file() or time", "if time"),
     ),
     *_of(
         "trainers/used_folder.py",

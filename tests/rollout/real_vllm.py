@@ -50,6 +50,7 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # the first request would compile for 13 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each server's worker would be on the machine's first core, and wait there
 }  # fmt: skip
 
 

@@ -98,6 +98,32 @@ def test_never_two_at_a_time_though_each_removes_the_file(tmp_path):
     assert not any(t.is_alive() for t in threads) and most == [1]
 
 
+@pytest.mark.parametrize("fault", [FileExistsError, FileNotFoundError])
+def test_a_folder_that_goes_while_it_is_made_is_made_again(tmp_path, monkeypatch, caplog, fault):
+    """`mkdir` finds the folder of a run that ends, and then finds it gone."""
+    output_dir, mkdir, calls = tmp_path / "run", pathlib.Path.mkdir, []
+
+    def raced(self, *given, **named):
+        calls.append(self)
+        if len(calls) == 1:
+            raise fault(errno.EEXIST, "it was there")
+        mkdir(self, *given, **named)
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", raced)
+    lock = RunLock(output_dir)
+    lock.acquire()
+    assert lock._lock.is_locked and caplog.text == ""
+    lock.release()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_at_once(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    start_s = time.monotonic()
+    with pytest.raises(ConfigError, match="^output_dir: value .*/run' cannot be written"):
+        RunLock(tmp_path / "run").acquire()
+    assert time.monotonic() - start_s < 5 and (tmp_path / "run").read_text() == "mine"
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, caplog, number):
     """And no file stands for a lock there: it would outlive a run that is killed."""
