@@ -254,9 +254,20 @@ def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
 
 @pytest.mark.slow
 def test_serve_refuses_an_engine_that_holds_one_model(inputs, tmp_path, installed):
-    serve = ["serve", "--port", "0", f"output_dir={tmp_path / 'run'}", f"model.path={inputs / 'model'}"]
+    path = tmp_path / "serve.yaml"
+    engine = {"backend": "plain", "device": "cpu"}
+    path.write_text(
+        json.dumps(
+            {
+                "output_dir": "run",
+                "model": {"path": str(inputs / "dense")},
+                "engine": engine,
+                "serve": {"max_length": 64},
+            }
+        )
+    )
     environ, log = os.environ | {"PYTHONPATH": installed}, tmp_path / "log"
-    started = forks().start(tmp_path, log, environ, [*serve, "engine.backend=plain"])
+    started = forks().start(tmp_path, log, environ, ["serve", str(path), "--port", "0"])
     assert started.wait(120) == 2 and log.read_text().endswith(
         'mrl: engine.backend: value "plain" holds one model, and mrl serve has several; give megatron or fsdp\n'
     )
