@@ -29,7 +29,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError, Stopped, UserError, quoted
+from mrl.errors import ConfigError, Stopped, UserError
 from mrl.serve import operations as ops
 from mrl.serve import suspended
 from mrl.serve.app import Auth, ClientRequest, HTTPServer, make_retrieve_handler, open_socket, route
@@ -79,7 +79,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         engine = build_engine(role_config(config, folder))
         if not engine.holds_several_models:
             why = "holds one model, and mrl serve has several"
-            raise ConfigError("engine.backend", quoted(config.engine.backend), why, "give megatron or fsdp")
+            raise ConfigError("engine.backend", config.engine.backend, why, "give megatron or fsdp")
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: used_folder.refuse_foreign(directory.path))
