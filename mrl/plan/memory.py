@@ -67,6 +67,7 @@ class RolePlan:
     spec: str = "local"  # of the layers that are planned on backend megatron: local, or te
     sampling: tuple[RankFigures, ...] = ()  # of each stage where it samples itself: its layers on as many prompt tokens
     gathered: int = 0  # bytes of weights that backend fsdp keeps gathered over a mini-batch
+    graph_pool: int = 0  # bytes that graphs of training keep, whatever runs
 
     @property
     def stages(self) -> tuple[RankFigures, ...]:
@@ -112,7 +113,9 @@ def plan_role(
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
-    return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling)
+    # at most a micro-batch's activations, of layers alone; pp is 1
+    pool = sum(chunk.saved for stage in trained for chunk in stage.chunks) if config.engine.cuda_graphs else 0
+    return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling, graph_pool=pool)
 
 
 def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, int] | None) -> RoleConfig:
@@ -219,7 +222,7 @@ def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
     weights = 0 if "parameters" in away else stage.parameters + stage.fp8_copies
     gradients = 0 if "gradients" in away else stage.gradients
     optimizer = 0 if "optimizer" in away else stage.largest_optimizer
-    return weights + stage.buffers, gradients, optimizer
+    return weights + stage.buffers + plan.graph_pool, gradients, optimizer
 
 
 def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
@@ -233,6 +236,7 @@ def _copies(phase: Phase, plan: RolePlan, stage: int) -> int:
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> MemoryUse:
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights, gradients = figures.parameters + figures.buffers + _copies(phase, plan, stage), figures.gradients
+    weights += plan.graph_pool
     if phase.kind != "sample":
         weights += plan.gathered
         if plan.config.engine.fsdp.defer_sync:  # of a mini-batch, whole
@@ -241,7 +245,7 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return MemoryUse(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
         if phase.engine_fraction:
-            return MemoryUse(phase.name, stage, 0, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
+            return MemoryUse(phase.name, stage, plan.graph_pool, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
         if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
             weights += sharded.gathered_bytes(plan.config)
         cache = _cache_bytes(phase, plan, stage)

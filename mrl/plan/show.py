@@ -75,6 +75,8 @@ def _picture(role: RolePlan) -> Iterator[str]:
         yield f"  {stage:<9} {where:<18} {held}"
     if split:
         yield f"  each stage: {split}"
+    if role.graph_pool:
+        yield f"  graphs of training, {units.size(role.graph_pool)} of the parameters below"
 
 
 def _held(role: RolePlan, stage: int) -> str:

@@ -185,6 +185,19 @@ def test_servers_that_sample_meanwhile_are_told_how_fast(plan):
     assert "meanwhile" not in plan(*words, "rollout.async_level=0").stdout
 
 
+def test_graphs_of_training_keep_the_activations_of_a_micro_batch(plan):
+    words = ("sft.yaml", "model.path=tiny", "engine.parallel={}", "engine.micro_batch={tokens: 4096, pad: true}")
+    assert "graphs of training, " in plan(*words, "engine.cuda_graphs=true", "-n", "1").stdout
+    [without], [held] = (
+        json.loads(plan(*words, f"engine.cuda_graphs={graphs}", "-n", "1", "--json").stdout)["phases"]
+        for graphs in ("false", "true")
+    )
+    pool = held["parameters"] - without["parameters"]
+    assert 0.5 * without["activations"] < pool <= without["activations"], "what is kept, and not a pass's peak"
+    same = ("gradients", "optimizer", "activations")
+    assert [held[name] for name in same] == [without[name] for name in same]
+
+
 def test_ppo_has_its_phases(plan):
     told = json.loads(plan("grpo.yaml", "-n", "8", "--json").stdout)
     phases = {one["phase"]: one for one in told["phases"]}

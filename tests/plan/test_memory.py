@@ -66,6 +66,18 @@ def test_forward_passes_hold_weights_alone():
     assert (use.parameters, use.gradients, use.optimizer, use.activations) == (2007, 0, 0, 12)
 
 
+def test_the_pool_of_graphs_is_there_in_all_phases_and_offloaded_by_none():
+    inside, forward = (Phase(kind, "actor", kind, 32, engine_fraction=0.5) for kind in ("sample", "forward"))
+    for phase in (UPDATE, inside, forward):
+        plans = (role(pp=1), dataclasses.replace(role(pp=1), graph_pool=300))
+        [without], [held] = (memory_uses(Phases((phase,)), {"actor": plan}, 8, 8000) for plan in plans)
+        assert held.parameters - without.parameters == 300 == held.total - without.total, phase
+    others = {"actor": role(), "critic": dataclasses.replace(role(name="critic"), graph_pool=300)}
+    assert {use.idle for use in memory_uses(Phases((UPDATE,), offload_idle=False), others, 8, 0)} == {
+        2307 + 4040 + 7240
+    }
+
+
 def test_roles_that_wait():
     roles = {"actor": role(), "critic": role(offloading("optimizer", "gradients"), "critic")}
     stay = Phases((UPDATE,), offload_idle=False)
