@@ -223,7 +223,7 @@ class PPO(TrainingCommand[PPOConfig]):
         )
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.backend == "native" and not rollout.ranks:
+        if rollout.by_engine and not rollout.ranks:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
             found.append(Phase("sampling", "actor", "sample", size, **limits))
         elif rollout.vllm_inside:

@@ -128,10 +128,11 @@ DEFAULT_CACHE = 65536
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    backend: Literal["native", "vllm", "sglang", "recorded"] = key(
+    backend: Literal["native", "vllm", "sglang", "recorded", "auto"] = key(
         "native",
         "what samples: native is the actor's own engine, vllm and sglang are servers or engines, recorded "
-        "replays saved rollouts",
+        "replays saved rollouts. auto is vllm inside the trainer where that is possible, else native "
+        "(docs/rollout-servers.md)",
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
     max_new_tokens: int = key(
@@ -192,6 +193,11 @@ class RolloutConfig:
         60.0, "longest wait for one reset or step of an environment", above=0, maximum=MAX_SECONDS, may_change=True
     )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
+
+    @property
+    def by_engine(self) -> bool:
+        """Whether the actor's own engine samples, which `auto` counts as until a run has chosen."""
+        return self.backend in ("native", "auto")
 
     @property
     def vllm_inside(self) -> bool:

@@ -1,6 +1,6 @@
-"""Replaces `auto` by numbers, once in the life of a run: on GPUs by the best of a few that a plan says fit.
+"""Replaces `auto` once in the life of a run: what samples, and on GPUs numbers, the best of a few that a plan says fit.
 
-A run saves the numbers in config.yaml, and a resume takes them from there. Only sections that the config has get one.
+A run saves them in config.yaml, and a resume takes them from there. Only sections that the config has get one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mrl.config.checks import DEFAULT_TOKENS
 from mrl.config.command import Config, TrainingCommand
-from mrl.config.keys import join_key, value_at
+from mrl.config.keys import join_key, value_at, walk_keys
 from mrl.config.load import from_dict, read_yaml, to_dict
 from mrl.config.ppo import DEFAULT_CACHE
+from mrl.config.ppo_checks import IN_PROCESS_ONLY, NATIVE_ONLY
 from mrl.engine.atomic_checkpoint import find_checkpoint
-from mrl.errors import UserError, first_line
+from mrl.errors import ConfigError, UserError, first_line
 from mrl.launch import preflight
+from mrl.rollout import vllm_start
 
 if TYPE_CHECKING:
     from mrl.plan.planner import Plan
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 TOKENS, CACHE = "engine.micro_batch.tokens", "rollout.cache_tokens"
+BACKEND = "rollout.backend"
 GPU_VARIABLE = "MRL_PLAN_GPU"
 """A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
 MOST_TOKENS = 32768
@@ -53,14 +56,14 @@ def auto_keys(config: Config) -> list[str]:
     return walk(to_dict(config), "")
 
 
-def replaced(config: C, numbers: Mapping[str, int]) -> C:
-    """Returns the config with numbers at some keys, checked. Roles that inherit a section still do."""
-    if not numbers:
+def replaced(config: C, values: Mapping[str, Any]) -> C:
+    """Returns the config with other values at some keys, checked. Roles that inherit a section still do."""
+    if not values:
         return config
     data = to_dict(config)
-    for key, number in numbers.items():
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
-        value_at(data, section)[name] = number
+        value_at(data, section)[name] = value
     return from_dict(data, type(config))
 
 
@@ -76,6 +79,49 @@ def resumed_yaml(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
                 file = Path(found).absolute().parents[1] / "config.yaml"
                 return file, read_yaml(file)
     return None
+
+
+def with_backend(command: TrainingCommand, config: C, sees_gpu: Callable[[], bool]) -> tuple[C, list[str]]:
+    """Returns the config with what samples in place of `auto`, and a line on why. It has keys of what samples alone.
+
+    A resume takes that of its run. sees_gpu: whether this process does; called if all else is there for vLLM.
+    """
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.backend != "auto":
+        return config, []
+    saved = resumed_yaml(config)
+    if saved is not None and value_at(saved[1], BACKEND) in ("native", "vllm"):
+        name, why = value_at(saved[1], BACKEND), f"as in {saved[0]}"
+    else:
+        lacking = _lacks_for_vllm(command, config, sees_gpu)
+        name, why = ("vllm", "as all that it needs is here") if lacking is None else ("native", f"because {lacking}")
+    return _sampled_by(config, name), [f"{BACKEND}: auto is {name}, {why}"]
+
+
+def _lacks_for_vllm(command: TrainingCommand, config: Config, sees_gpu: Callable[[], bool]) -> str | None:
+    """Returns why vLLM cannot sample in the trainer's processes, or not well; None if it can."""
+    if "cpu" in preflight.devices(command, config):
+        return "the actor is on a CPU"
+    version = vllm_start.installed()
+    if version is None:
+        return "vLLM is not installed beside mrl"
+    outside = vllm_start.untested(version, vllm_start.TESTED, "here")
+    if outside is not None:
+        return outside.removeprefix(f"{BACKEND}: ")
+    try:
+        _sampled_by(config, "vllm")
+    except ConfigError as error:
+        return first_line(error)
+    return None if sees_gpu() else "torch sees no GPU"
+
+
+def _sampled_by(config: Any, backend: str) -> Any:
+    """Returns the config with a backend, and the defaults of keys that the other one alone reads."""
+    unread = [f"rollout.{name}" for name in NATIVE_ONLY]
+    if backend == "native":
+        unread = [] if config.rollout.ranks else [f"rollout.server.{name}" for name in IN_PROCESS_ONLY]
+    defaults = {key.path: key.default for key in walk_keys(type(config)) if key.path in unread}
+    return replaced(config, defaults | {BACKEND: backend})
 
 
 def with_saved(command: TrainingCommand, config: C) -> tuple[C, list[str]]:

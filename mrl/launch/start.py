@@ -48,9 +48,11 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    config, chosen = automatic.with_backend(command, config, lambda: bool(_gpus()))
     saved = preflight.check_used(command, config)
-    auto = automatic.auto_keys(config)
+    auto = [automatic.BACKEND] * len(chosen) + automatic.auto_keys(config)
     config, kept = automatic.with_saved(command, config)
+    kept = [*chosen, *kept]
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
             print(saved, flush=True)
@@ -66,6 +68,8 @@ def start(
         layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
         _show(command, config, parts, layouts, world_size, saved)
+        for line in chosen:
+            print(f"# {line}", flush=True)
         return None
     if _has_vllm_inside(config):
         vllm_start.check_version(vllm_start.installed())

@@ -19,8 +19,11 @@ import yaml
 from mrl.commands.ppo import PPO
 from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
+from mrl.config.ppo import PPOConfig
 from mrl.engine import atomic_checkpoint
-from mrl.launch import automatic, gpu_variables, planning, start
+from mrl.errors import ConfigError
+from mrl.launch import automatic, gpu_variables, planning, preflight, start
+from mrl.rollout import vllm_start
 from mrl.trainers.run_directory import RunDirectory
 from tests.config.test_load import merged
 from tests.forks import forks
@@ -58,7 +61,7 @@ def auto_engine(backend: str) -> dict:
 def ppo(inputs: pathlib.Path, folder: pathlib.Path, backend: str, sections: str) -> pathlib.Path:
     """Writes a config of all roles, whose engine is the actor's or its own."""
     config = tiny_policies.make_config(
-        inputs, folder / "run", "ppo", reward={"model": {"path": str(inputs / "scorer")}}, rollout={"cache_tokens": "auto"},
+        inputs, folder / "run", "ppo", reward={"model": {"path": str(inputs / "scorer")}}, rollout={"cache_tokens": "auto", "backend": "auto"},
         algorithm={"kl_in": "loss", "kl_coef": 0.01},
     )  # fmt: skip
     config["actor"]["engine"] = auto_engine(backend)
@@ -84,6 +87,7 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
     assert keys == [*(f"{role}.engine.micro_batch.tokens" for role in ("actor", *own)), "rollout.cache_tokens"]
 
     said = run(["ppo", str(file)], tmp_path, MRL_PLAN_GPU=SMALL)
+    assert "rollout.backend: auto is native, because the actor is on a CPU" in said
     chosen = numbers(tmp_path, keys)
     saved = read_yaml(tmp_path / "run" / "config.yaml")
     assert [saved[role]["engine"] is None for role in ROLES] == [sections == "inherited"] * 3
@@ -106,12 +110,13 @@ def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, b
     assert numbers(tmp_path, keys) == chosen | {keys[0]: 80} and "after step 2" in said
     assert f"changed since the checkpoint: {keys[0]}: {chosen[keys[0]]} at the save, 80 now" in said
     assert all(f"{key}: auto is {chosen[key]:,}, as in " in said for key in keys[1:])
-    assert not any(f"changed since the checkpoint: {key}" in said for key in keys[1:])
+    assert not any(f"changed since the checkpoint: {key}" in said for key in (*keys[1:], "rollout.backend"))
+    assert "rollout.backend: auto is native, as in " in said
 
 
 def test_a_resume_keeps_the_numbers_of_a_config_that_a_run_wrote(inputs, tmp_path):
     file, command = ppo(inputs, tmp_path, "megatron", "own"), PPO()
-    config = load_config(file, root=PPO.root)
+    config = load_config(file, ["rollout.backend=native"], PPO.root)
     keys = automatic.auto_keys(config)
     chosen = {key: 1000 + i for i, key in enumerate(keys)}
     run_folder = tmp_path / "run"
@@ -124,6 +129,66 @@ def test_a_resume_keeps_the_numbers_of_a_config_that_a_run_wrote(inputs, tmp_pat
     assert lines == [f"{key}: auto is {n:,}, as in {run_folder / 'config.yaml'}" for key, n in chosen.items()]
     longer = load_config(file, ["rollout.max_new_tokens=100000"], PPO.root)
     assert automatic.with_saved(command, longer)[1] == [], "numbers for shorter sequences"
+
+
+def of_backend(inputs: pathlib.Path, folder: pathlib.Path, *words: str) -> PPOConfig:
+    file = ppo(inputs, folder, "megatron", "inherited")
+    return load_config(file, ["actor.engine.device=auto", "rollout.backend=auto", *words], PPO.root)
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "gpus", "name", "why"),
+    [
+        (["actor.engine.device=cpu"], "0.32.0", 8, "native", "because the actor is on a CPU"),
+        ([], None, 8, "native", "because vLLM is not installed beside mrl"),
+        ([], "0.33.1", 8, "native", "because mrl is tested with vLLM 0.26 to 0.32, and the one here is 0.33.1"),
+        (
+            [],
+            "",
+            8,
+            "native",
+            "because mrl is tested with vLLM 0.26 to 0.32, and the one here is of an unknown version",
+        ),
+        ([], "0.32.0", 0, "native", "because torch sees no GPU"),
+        (["actor.engine.batch_invariant=true"], "0.32.0", 8, "native", "because actor.engine.batch_invariant: "),
+        (["rollout.ranks=2", "rollout.async_level=1"], "0.32.0", 8, "native", "because rollout.ranks: "),
+        ([], "0.32.0", 8, "vllm", "as all that it needs is here"),
+    ],
+)
+def test_what_samples_is_chosen_by_what_is_here(inputs, tmp_path, monkeypatch, words, version, gpus, name, why):
+    """Keys that the other one alone reads have their defaults then; without the choice they would be refused."""
+    monkeypatch.setattr(vllm_start, "installed", lambda: version)
+    config = of_backend(inputs, tmp_path, "rollout.server.tp=2", "rollout.cache_tokens=5000", *words)
+    made, [line] = automatic.with_backend(PPO(), config, lambda: gpus > 0)
+    assert line.startswith(f"rollout.backend: auto is {name}, {why}"), line
+    rollout = made.rollout
+    read = (rollout.backend, rollout.cache_tokens, rollout.server.tp)
+    assert read == {"native": ("native", 5000, rollout.ranks or 1), "vllm": ("vllm", 65536, 2)}[name]
+    assert automatic.with_backend(PPO(), made, lambda: False) == (made, []), "it is chosen once"
+
+
+def test_a_resume_keeps_what_samples_whatever_is_installed_now(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_start, "installed", lambda: "0.32.0")
+    config = of_backend(inputs, tmp_path, "rollout.cache_tokens=5000")
+    made, _ = automatic.with_backend(PPO(), config, lambda: True)
+    RunDirectory(tmp_path / "run").prepare(made, "mrl")
+    monkeypatch.setattr(vllm_start, "installed", lambda: None)
+    assert automatic.with_backend(PPO(), config, lambda: True)[0].rollout.backend == "native", (
+        "no checkpoint is resumed"
+    )
+    with atomic_checkpoint.writing(str(tmp_path / "run" / "checkpoints"), 1, backend="megatron") as path:
+        pathlib.Path(path, "weights").write_text("w")
+    kept, lines = automatic.with_backend(PPO(), config, lambda: True)
+    assert kept == made and lines == [f"rollout.backend: auto is vllm, as in {tmp_path / 'run' / 'config.yaml'}"]
+    assert "after step 1" in str(preflight.check_used(PPO(), kept)), "no changed key"
+
+
+@pytest.mark.parametrize("key", ["urls=[http://h:1]", "handover=disk", "lora=adapter", "concurrency=3"])
+def test_keys_of_servers_do_not_go_with_auto(inputs, tmp_path, key):
+    with pytest.raises(
+        ConfigError, match=rf"^rollout.server.{key.partition('=')[0]}: .* by rollout.backend auto; set it"
+    ):
+        of_backend(inputs, tmp_path, f"rollout.server.{key}")
 
 
 @pytest.fixture(scope="module")

@@ -315,6 +315,15 @@ ON_GPUS = (
         ("if file.exists() and _is_older(pathlib.Path(newest) / atomic_checkpoint.MARKER, file):", "if True:"),
     ),
     *_of(
+        "launch/automatic.py",
+        "launch/test_automatic.py::test_what_samples_is_chosen_by_what_is_here",
+        ('if "cpu" in preflight.devices(command, config):', "if False:"),
+        ("if outside is not None:", "if False:"),
+        ('return None if sees_gpu() else "torch sees no GPU"', "return None"),
+        ("unread = [] if config.rollout.ranks else [f", "unread = [f"),
+        ("replaced(config, defaults | {BACKEND: backend})", "replaced(config, {BACKEND: backend})"),
+    ),
+    *_of(
         "trainers/run_lock.py",
         "trainers/test_run_lock.py",
         ("except (FileNotFoundError, FileExistsError) as error:", "except FileNotFoundError as error:"),
