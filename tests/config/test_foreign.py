@@ -135,7 +135,7 @@ gradient_checkpointing_kwargs: {use_reentrant: false}
             {
                 "train.global_batch_size": 1024, "algorithm.mini_batch_size": 256, "rollout.samples_per_prompt": 8,
                 "algorithm.name": "grpo", "algorithm.kl_in": "loss", "algorithm.kl_coef": 0.001,
-                "algorithm.kl_estimator": "k3", "algorithm.clip_low": 0.2, "algorithm.aggregation": "token_mean",
+                "algorithm.kl_estimator": "k3", "algorithm.kl_cap": 10, "algorithm.clip_low": 0.2, "algorithm.aggregation": "token_mean",
                 "actor.engine.backend": "megatron", "actor.engine.parallel.tp": 2, "actor.engine.micro_batch.size": 4,
                 "actor.optimizer.lr": 1e-6, "actor.optimizer.schedule": "constant", "actor.optimizer.weight_decay": 0.01,
                 "rollout.max_new_tokens": 1024, "output_dir": "runs/p", "train.epochs": 2, "log.wandb.name": "e",
@@ -159,16 +159,25 @@ gradient_checkpointing_kwargs: {use_reentrant: false}
             {
                 "model.path": "Qwen/Qwen3-0.6B", "data.train": "pairs", "optimizer.lr": 5e-7, "loss.beta": 0.05,
                 "train.steps": 100, "output_dir": "out", "seed": 3, "optimizer.schedule": "linear",
-                "data.max_length": 1024, "engine.recompute": "full", "log.every": 25,
+                "data.max_length": 1024, "engine.recompute": "full", "log.every": 25, "optimizer.betas": [0.9, 0.999],
             },
             ("train.epochs",),
             ("train.global_batch_size: is missing", "gradient_checkpointing_kwargs.use_reentrant: false: leave it out"),
             {"train.global_batch_size": 8},
         ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\nuse_vllm: true\nvllm_importance_sampling_clip_min: 0.5\n", "ppo",
+            {
+                "algorithm.correction": "mask", "algorithm.correction_level": "sequence", "algorithm.correction_cap": 3.0,
+                "algorithm.correction_floor": 0.5, "actor.optimizer.lr": 1e-6, "actor.optimizer.betas": [0.9, 0.999],
+            },
+            (), ("train.global_batch_size: is missing",),
+            {"data.train": "a", "rewards.functions": [{"name": "gsm8k"}], "train.global_batch_size": 8, "output_dir": "o"},
+        ),
         ("data: {train_batch_size: 8, train_files: a}\nmodel: {path: m}\noptim: {lr: 1e-5}\ntrainer: {default_local_dir: o}",
          "sft", {"train.global_batch_size": 8, "optimizer.lr": 1e-5, "model.path": "m"}, (), (), {}),
     ],
-    ids=["verl", "nemo-rl", "trl", "verl-sft"],
+    ids=["verl", "nemo-rl", "trl", "trl-grpo", "verl-sft"],
 )  # fmt: skip
 def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     tmp_path, text, command, ours, absent, left, needed
@@ -179,12 +188,30 @@ def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     assert done.stdout.startswith(f"# for mrl {command}, from ")
     made = yaml.safe_load(done.stdout)
     found = dotted(made)
-    assert {key: found.get(key) for key in ours} == pytest.approx(ours) or {k: found.get(k) for k in ours} == ours
+    assert {key: found.get(key) for key in ours} == {
+        k: v if isinstance(v, list) else pytest.approx(v) for k, v in ours.items()
+    }
     assert not set(absent) & found.keys()
     lines = done.stderr.splitlines()
     assert all(line.startswith("mrl: not translated: ") for line in lines)
     assert all(any(part in line for line in lines) for part in left), lines
     from_dict(nested(dotted(made) | needed), roots()[command])
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "left"),
+    [
+        ("normalize_rewards: true, use_leave_one_out_baseline: true", None, "use_leave_one_out_baseline: true: give"),
+        ("normalize_rewards: false, use_leave_one_out_baseline: true", "rloo", ""),
+        ("normalize_rewards: true, use_leave_one_out_baseline: false", None, ""),
+        ("normalize_rewards: false, use_leave_one_out_baseline: false", "group_mean", ""),
+    ],
+)
+def test_advantages_of_nemo_rl_are_ours_or_are_said_to_be_none(tmp_path, keys, ours, left):
+    (tmp_path / "theirs.yaml").write_text(f"grpo: {{{keys}}}\npolicy: {{model_name: m}}\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert yaml.safe_load(done.stdout)["algorithm"].get("advantage") == ours
+    assert ("leave_one_out" in done.stderr) == bool(left) and left in done.stderr
 
 
 def test_the_algorithm_is_that_of_verls_default_where_a_file_has_none(tmp_path):
