@@ -15,7 +15,7 @@ import textwrap
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -93,9 +93,17 @@ class _Main(click.Group):
                     raise UserError(f"mrl {args[0]}: {advice}")
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            _end_for_usage(ctx, error)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            _end_for_usage(ctx, error)
         except UserError as error:
             for line in str(error).splitlines() if not error.said else ():  # a config may have several mistakes
                 say(line)
@@ -118,6 +126,17 @@ class _Main(click.Group):
         except KeyboardInterrupt as interrupt:
             say(str(interrupt) or INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
+
+
+def _end_for_usage(ctx: click.Context, error: click.UsageError) -> NoReturn:
+    """Says what is wrong in the words of a command line, in one line. `mrl` alone prints its help."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        raise error
+    of = error.ctx.command_path if error.ctx is not None else " ".join(["mrl", *filter(None, [ctx.invoked_subcommand])])
+    line = f"{error.format_message().rstrip('.?')}; see {of} --help"
+    say(line)
+    ending.record(os.environ, EXIT_USER_ERROR, line)
+    raise click.exceptions.Exit(EXIT_USER_ERROR)
 
 
 class _Group(click.Group):
@@ -149,6 +168,10 @@ class _OfKeys(click.Command):
                 error.message = f"{error.message.rstrip('.')}; {advice}."
             error.possibilities = near
             raise
+
+
+class _AtLeast(click.IntRange):
+    name = "whole number"  # what a message calls it
 
 
 class _Text(click.ParamType):
@@ -237,7 +260,7 @@ def _parameter(of: Argument | Option) -> click.Parameter:
     if of.kind == "flag":
         return click.Option([*words, into], is_flag=True, help=of.help)
     if of.minimum is not None:
-        kind = click.IntRange(min=of.minimum)
+        kind = _AtLeast(min=of.minimum)
     return click.Option(
         [*words, into], type=kind, metavar=of.metavar, multiple=of.several, default=of.default,
         show_default=of.default is not None, help=of.help,

@@ -213,7 +213,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def phases(self, config: PPOConfig) -> Phases:
         from mrl.algorithms.configured import configured_recipe
-        from mrl.config.phases import Distill, Phase
+        from mrl.config.phases import SAMPLING_RANKS, Distill, Phase
         from mrl.config.roles import is_served, reference_is_base
 
         recipe, rollout, size = (
@@ -223,9 +223,10 @@ class PPO(TrainingCommand[PPOConfig]):
         )
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.by_engine and not rollout.ranks:
+        if rollout.by_engine:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
-            found.append(Phase("sampling", "actor", "sample", size, **limits))
+            name, of = ("sampling on other ranks", SAMPLING_RANKS) if rollout.ranks else ("sampling", "actor")
+            found.append(Phase(name, of, "sample", size, **limits))
         elif rollout.vllm_inside:
             fraction = rollout.server.memory_fraction
             found.append(Phase("new weights to vLLM", "actor", "sample", size, handed_to_tp=rollout.server.tp))

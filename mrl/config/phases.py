@@ -17,6 +17,10 @@ class Distill:
     first_temperature: float | None = None  # of each token's own label
 
 
+SAMPLING_RANKS = "sampling ranks"
+"""The role of what samples on ranks of its own, beside those that train (`rollout.ranks`)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """One role at work."""

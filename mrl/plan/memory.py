@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
-from mrl.config.phases import Phase, Phases
+from mrl.config.phases import SAMPLING_RANKS, Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
@@ -201,7 +201,8 @@ def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu
     uses_of_phases = []
     for phase in phases.phases:
         plan = roles[phase.role]
-        others = [other for role, other in roles.items() if role != phase.role]
+        apart = phase.role == SAMPLING_RANKS  # on GPUs of its own
+        others = [] if apart else [one for role, one in roles.items() if role not in (phase.role, SAMPLING_RANKS)]
         for stage in range(plan.dims.pp):
             use = _use(phase, plan, stage, longest, gpu_memory)
             if not phases.offload_idle:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from mrl.config.checks import parallel_dims
 from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.phases import Phases
+from mrl.config.phases import SAMPLING_RANKS, Phases
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.checks import num_experts
@@ -94,15 +95,19 @@ def plan(
     phases = command.phases(config)
     roles, costs, batches, model_flops = {}, {}, {}, {}
     names = {part.role: part.model.path for part in command.parts(config)}  # a hub id, where that is what was given
-    for part, dims in zip(parts, layouts, strict=True):
-        if not any(phase.role == part.role for phase in phases.phases):
+    beside = command.processes_beside(config)
+    roles_of = [(part.role, part, dims) for part, dims in zip(parts, layouts, strict=True)]
+    for part in command.parts_beside(config, parts):
+        roles_of.append((SAMPLING_RANKS, part, parallel_dims(part.engine.parallel, beside)))
+    for name, part, dims in roles_of:
+        if not any(phase.role == name for phase in phases.phases):
             continue
         if part.engine.backend not in ("megatron", "fsdp"):
             raise ConfigError(
                 part.key("engine.backend"), part.engine.backend, "is not planned", "plan megatron or fsdp"
             )
         role_config = command.engine_config(config, part)
-        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest, gpu, known)
+        roles[name] = memory.plan_role(name, names[part.role], role_config, dims, phases, longest, gpu, known)
         if part.optimizer is not None and family_of(part.hf.get("model_type")) is not None:
             model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:
@@ -120,7 +125,7 @@ def plan(
             forward_only=not trains,
         )  # fmt: skip
     return Plan(
-        command=command.name, world_size=layouts[0].world_size, gpu=gpu, reserved=int(reserved_gib * 2**30),
+        command=command.name, world_size=layouts[0].world_size + beside, gpu=gpu, reserved=int(reserved_gib * 2**30),
         longest=longest, phases=phases, roles=roles,
         uses=memory.memory_uses(phases, roles, longest, gpu.memory),
         costs=costs, model_flops=model_flops, batches=batches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from mrl.config.phases import Phase
+from mrl.config.phases import SAMPLING_RANKS, Phase
 from mrl.plan import units
 from mrl.plan.memory import MemoryUse, RolePlan
 from mrl.plan.planner import Plan
@@ -19,7 +19,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"mrl {plan.command} on {plan.world_size:,} x {plan.gpu.name} ({units.size(plan.gpu.memory)} each)"
     for role in plan.roles.values():
         yield ""
-        yield from _picture(role)
+        first = plan.world_size - role.dims.world_size if role.role == SAMPLING_RANKS else 0  # they are the last ones
+        yield from _picture(role, first)
     yield ""
     yield from _memory(plan)
     yield ""
@@ -51,8 +52,8 @@ def _in_words(phase: str) -> str:
     return phase if phase.startswith(("sampling", "new ")) else f"the {phase}"
 
 
-def _picture(role: RolePlan) -> Iterator[str]:
-    """Yields a line for each stage, with its layers."""
+def _picture(role: RolePlan, first: int) -> Iterator[str]:
+    """Yields a line for each stage, with its layers. first: the role's first rank."""
     dims = role.dims
     name = f"{role.role}: " if role.role else ""
     split = ", ".join(
@@ -69,7 +70,8 @@ def _picture(role: RolePlan) -> Iterator[str]:
             yield f"  weights gathered once a mini-batch, {units.size(role.gathered)} on every rank"
         return
     ranks = dims.world_size // dims.pp
-    rows = [(f"stage {i}", f"ranks {i * ranks}-{(i + 1) * ranks - 1}", _held(role, i)) for i in range(dims.pp)]
+    starts = [first + i * ranks for i in range(dims.pp)]
+    rows = [(f"stage {i}", f"ranks {at}-{at + ranks - 1}", _held(role, i)) for i, at in enumerate(starts)]
     shown = rows if len(rows) <= _MAX_STAGES else [*rows[:3], ("...", "", ""), *rows[-2:]]
     for stage, where, held in shown:
         yield f"  {stage:<9} {where:<18} {held}"
@@ -141,7 +143,7 @@ def _update(plan: Plan, phase: Phase) -> Iterator[str]:
     )
     yield f"  about {units.duration(cost.seconds)} ({parts})"
     if flops is not None and cost.seconds:
-        tokens = phase.sequences * plan.longest / cost.seconds / plan.world_size
+        tokens = phase.sequences * plan.longest / cost.seconds / plan.roles[phase.role].dims.world_size
         mfu = flops * tokens / plan.gpu.flops
         yield f"  {units.flops(flops)} a token (causal attention at half the square, nothing that is computed again)"
         yield f"  {tokens:,.0f} tokens/s a GPU, MFU {mfu:.1%}"
@@ -154,8 +156,9 @@ def _step(plan: Plan) -> Iterator[str]:
         of = f" ({', '.join(timed)})" if len(timed) > 1 else ""
         yield f"a step: about {units.duration(plan.seconds)}{of}"
         if tokens := plan.phases.served_tokens:
+            who = SAMPLING_RANKS if SAMPLING_RANKS in plan.roles else "servers"
             yield (
-                f"  servers sample up to {tokens:,} tokens meanwhile: neither side waits if all together sample "
+                f"  {who} sample up to {tokens:,} tokens meanwhile: neither side waits if all together sample "
                 f"{tokens / plan.seconds:,.0f} tokens/s"
             )
     if plan.untimed:

@@ -135,6 +135,27 @@ def test_mrls_own_are_not_replaced(site):
     assert commands.record("sft").root is SFTConfig
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["ppo"], "Missing argument 'CONFIG'; see mrl ppo --help"),
+        (
+            ["sft", "x", "--nproc", "two"],
+            "Invalid value for '--nproc': 'two' is not a valid whole number; see mrl sft --help",
+        ),
+        (["sft", "x", "--nprocs", "2"], "No such option '--nprocs'. Did you mean '--nproc'; see mrl sft --help"),
+        (["config", "--grep"], "Option '--grep' requires an argument; see mrl config --help"),
+        (["slurm", "submi"], "No such command 'submi'. Did you mean 'submit'; see mrl slurm --help"),
+        (["--bad"], "No such option '--bad'; see mrl --help"),
+        (["nothing"], "No such command 'nothing'; see mrl --help"),
+    ],
+)
+def test_a_mistake_of_the_command_line_is_one_line(words, says):
+    told = CliRunner().invoke(cli.main, words, prog_name="mrl")
+    assert (told.exit_code, told.stdout, told.stderr) == (2, "", f"mrl: {says}\n")
+    assert CliRunner().invoke(cli.main, []).output.startswith("Usage: "), "and none is help"
+
+
 def test_an_option_of_another_trainer_is_told_how_keys_are_set():
     told = CliRunner().invoke(cli.main, ["sft", "sft.yaml", "--learning_rate", "1e-5"])
     assert told.exit_code == 2

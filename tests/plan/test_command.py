@@ -172,6 +172,24 @@ def test_the_examples_of_the_help(plan, line):
     assert "Traceback" not in done.stderr
 
 
+def test_ranks_that_sample_beside_training_are_planned_on_gpus_of_their_own(plan):
+    words = ["grpo.yaml", "algorithm.name=grpo", "rollout.ranks=4", "rollout.async_level=1", "rollout.server.tp=2"]
+    done, told = plan(*words, "-n", "8"), json.loads(plan(*words, "-n", "8", "--json").stdout)
+    assert "mrl ppo on 8 x h100-80gb" in done.stdout and "tp4+sp, 8b" in done.stdout
+    assert re.search(r"sampling ranks: tp2\+?s?p?xdp2, 8b[^\n]*\n  stage 0 +ranks 4-7 ", done.stdout), done.stdout
+    assert "  sampling ranks sample up to 32,768 tokens meanwhile" in done.stdout
+    alone = json.loads(
+        plan("grpo.yaml", "algorithm.name=grpo", "actor.engine.parallel.tp=2", "-n", "4", "--json").stdout
+    )
+    [ranks], [sampling] = (
+        [one for one in of["phases"] if one["phase"].startswith("sampling")] for of in (told, alone)
+    )  # what the actor takes while it samples on as many GPUs, but for the padding of buffers that train
+    assert all(ranks[name] == sampling[name] for name in ("gradients", "optimizer", "activations", "cache"))
+    assert 0.97 * sampling["parameters"] < ranks["parameters"] <= sampling["parameters"]
+    kept = json.loads(plan(*words, "train.offload_idle=never", "-n", "8", "--json").stdout)["phases"]
+    assert [one["idle"] > 0 for one in kept] == [one["phase"] != "sampling on other ranks" for one in kept]
+
+
 def test_servers_that_sample_meanwhile_are_told_how_fast(plan):
     words = [
         "grpo.yaml", "actor.model.path=tiny", "actor.engine.parallel.tp=1", "algorithm.name=grpo", "rollout.backend=vllm",
