@@ -22,6 +22,7 @@ from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.rollout import vllm_start
+from mrl.trainers import run_lock
 from mrl.trainers.waits import announce
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def start(
         if shows:
             print(saved, flush=True)
         return None
+    if not dry_run and (joined is None or joined.rank == 0):
+        run_lock.refuse_if_in_use(Path(config.output_dir))
     with announce("checking files and layout", shows=shows):
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:

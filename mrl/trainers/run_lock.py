@@ -22,6 +22,14 @@ WAIT_S = 10.0
 POLL_S = 0.1
 
 
+def refuse_if_in_use(output_dir: pathlib.Path) -> None:
+    """Raises ConfigError as `RunLock.acquire` does, if another run has the lock. Without one nothing is touched."""
+    if (output_dir / NAME).exists():
+        lock = RunLock(output_dir)
+        lock.acquire()
+        lock.release()
+
+
 class RunLock:
     """The lock of a run on its directory, held by one process: two runs there would delete each other's checkpoints.
 

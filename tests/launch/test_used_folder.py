@@ -16,7 +16,7 @@ from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
 from mrl.errors import ConfigError
 from mrl.launch import preflight, start
-from mrl.trainers import used_folder
+from mrl.trainers import run_lock, used_folder
 from mrl.trainers.run_directory import RunDirectory
 from tests.bad_input.mistakes import MODEL
 from tests.config import fuzz
@@ -92,6 +92,22 @@ def test_what_is_saved_is_looked_at_before_torch_is_loaded_and_a_dry_run_says_wh
     assert "# engine.device: cuda (as configured; torch sees no GPU, and a run needs one)" in half[1]
     assert "# engine.layer_spec: te (as configured; torch sees no GPU" in whole[1]
     assert rendered[1].startswith("#!"), "a script is rendered where neither weights nor rows are"
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_is_refused_before_torch_is_loaded(runs, tmp_path):
+    config = yaml.safe_load((runs / "fresh.yaml").read_text()) | {"output_dir": str(tmp_path / "run")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    lock = run_lock.RunLock(tmp_path / "run")
+    lock.acquire()
+    [(code, _, error, loaded), dry] = run_all(
+        ["sft", str(tmp_path / "run.yaml")], ["sft", str(tmp_path / "run.yaml"), "--dry-run"]
+    )
+    assert (code, loaded) == (2, []) and "is in use by another run (process " in error
+    assert dry[0] == 0 and lock._lock.is_locked, "a dry run may look"
+    lock.release()
+    run_lock.refuse_if_in_use(tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "what is not there is not made"
 
 
 def test_vllm_inside_the_trainer_is_said_to_be_missing():
