@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mrl.commands import CONFIG, OVERRIDES, Command, Group, Option, echo
-from mrl.config.command import roots
+from mrl.config.command import all_training
 
 
 def _show(config_path: str, overrides: Sequence[str], *, evaluation: bool, **options: Any) -> None:
@@ -17,6 +17,10 @@ def _show(config_path: str, overrides: Sequence[str], *, evaluation: bool, **opt
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     part: Literal["train", "eval"] = "eval" if evaluation else "train"
     showing.run(config_path, overrides, part=part, coloured=coloured, echo=echo, **options)
+
+
+def _of_rows() -> list[str]:
+    return [command.name for command in all_training() if command.task is not None]
 
 
 SHOW = Command(
@@ -35,7 +39,7 @@ SHOW = Command(
     params=(
         CONFIG,
         OVERRIDES,
-        Option(names="--as", into="of", choices=lambda: list(roots()), help="Command whose config it is."),
+        Option(names="--as", into="of", choices=_of_rows, help="Command whose config it is."),
         Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
         Option(names="--count", kind="flag", help="Read every row: all lengths, and what is left out."),
         Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),

@@ -153,7 +153,8 @@ def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
 
 def _coerce_tuple(args: tuple[Any, ...], value: Sequence[Any], key: Key) -> tuple[Any, ...]:
     if args[-1] is not Ellipsis and len(value) != len(args):
-        _refuse(value, key)
+        fix = f"give {accepted_values(key.annotation)}"
+        raise ConfigError(key.path, list(value), f"is a list of {len(value)}", fix)
     element = dataclasses.replace(key, annotation=args[0])
     items = tuple(_coerce(args[0], item, element) for item in value)
     if args[-1] is Ellipsis and len(set(items)) != len(items):

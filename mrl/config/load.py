@@ -19,9 +19,11 @@ from mrl.config.command import check_recognised, command_of
 from mrl.config.keys import value_kind
 from mrl.config.rates import fill_rates
 from mrl.config.schema import SFTConfig
-from mrl.errors import ConfigError, MistakeCollector
+from mrl.errors import ConfigError, MistakeCollector, why_no_file
 
 Root = TypeVar("Root")
+ROWS = (".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
+"""Ends of names that no config has."""
 _SFT: Any = SFTConfig  # a default that a type variable cannot have
 
 
@@ -41,13 +43,21 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file, not checked against the schema."""
     if not os.path.exists(path):
-        raise ConfigError(path, why="the config file does not exist", fix="give the path of a YAML file")
+        why = why_no_file(path) or "the config file does not exist"
+        raise ConfigError(path, why=why, fix="give the path of a YAML file")
+    rows = ConfigError(path, why="looks like rows, and a config is wanted", fix="give a YAML file that names the rows")
+    if str(path).endswith(ROWS):
+        raise rows
+    if (kind := why_no_file(path)) and not str(path).startswith("/dev/"):  # of a shell: <(...), /dev/stdin
+        raise ConfigError(path, why=kind, fix="give a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(yaml_text.MAX_LENGTH + 1)  # it may be a file of rows by mistake
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(path, why=f"the config file cannot be read: {reason}", fix="give a YAML file") from None
+    if str(path).endswith(".json") and (text.lstrip().startswith("[") or "\n{" in text):
+        raise rows
     raw = yaml_text.parse(text, str(path))
     if raw is None:
         return {}
@@ -66,7 +76,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     if not text.strip():
         fix = f"write {dotted}=null for none, or '{dotted}=\"\"' for an empty text"
         raise ConfigError(dotted, why="the override has no value", fix=fix)
-    value = yaml_text.parse(text, dotted, dotted)
+    value = yaml_text.parse(text, "", dotted)
     node = raw
     for depth, name in enumerate(names[:-1], start=1):
         if node.get(name) is None:

@@ -56,11 +56,13 @@ for _class in (_Loader, _Dumper):
 def parse(text: str, source: str, path: str = "") -> Any:
     """Returns the value of one YAML document.
 
-    source: a file name or an override, and path: the dotted key that the value is for, in a ConfigError's message.
+    source: the name of the file, "" of an override. path: the dotted key that the value is for. ConfigErrors name them.
     """
     if len(text) > MAX_LENGTH:
         raise ConfigError(
-            source, why=f"has more than {MAX_LENGTH} characters, which is no config", fix="give a YAML file of keys"
+            source or path,
+            why=f"has more than {MAX_LENGTH} characters, which is no config",
+            fix="give a YAML file of keys",
         )
     try:
         loader = _Loader(text)  # reads the first characters already
@@ -74,26 +76,32 @@ def parse(text: str, source: str, path: str = "") -> Any:
             loader.dispose()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(
-            f"{source}:{line}",
-            why=f"is not valid YAML: it holds the character U+{error.character:04X}",
-            fix=f'remove it, or write it with an escape, as in "\\x{error.character:02x}"',
-        ) from None
+        what = f"it holds the character U+{error.character:04X}"
+        fix = f'remove it, or write it with an escape, as in "\\x{error.character:02x}"'
+        raise _invalid(what, source, path, line, fix=fix) from None
     except yaml.MarkedYAMLError as error:
         marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
         at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
-        place = f":{at.line + 1}" if at else ""
         problem = " ".join((error.problem or error.context or "cannot be read").split())
-        raise ConfigError(f"{source}{place}", why=f"is not valid YAML: {problem}", fix="correct it there") from None
+        raise _invalid(problem, source, path, at and at.line + 1) from None
     except RecursionError:
         why = "has too many lists or mappings inside one another, which is no config"
-        raise ConfigError(source, why=why, fix="write it flatter") from None
+        raise ConfigError(source or path, why=why, fix="write it flatter") from None
     except yaml.YAMLError as error:
-        raise ConfigError(source, why=f"is not valid YAML: {error}", fix="correct it there") from None
+        raise _invalid(str(error), source, path) from None
 
 
 # YAML 1.1 gives a lone "=" a meaning of its own, which nothing here reads: it is text.
 _Loader.add_constructor("tag:yaml.org,2002:value", yaml.SafeLoader.construct_yaml_str)
+
+
+def _invalid(
+    what: str, source: str, path: str, line: int | None = None, *, fix: str = "correct it there"
+) -> ConfigError:
+    """Returns the error of a text that is no YAML, by a file's line or an override's key."""
+    if not source:
+        return ConfigError(path, why=f"the override is not valid YAML: {what}", fix=fix)
+    return ConfigError(source if line is None else f"{source}:{line}", why=f"is not valid YAML: {what}", fix=fix)
 
 
 def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], above: tuple[int, ...] = ()) -> int:
@@ -105,7 +113,7 @@ def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], 
     line = node.start_mark.line + 1
     if id(node) in above or len(above) > _MAX_DEPTH:
         why = "the value holds itself by an alias" if id(node) in above else "lists or mappings are too deep"
-        raise ConfigError(f"{source}:{line}", why=f"is not valid YAML: {why}", fix="write it out, and flatter")
+        raise _invalid(why, source, path, line, fix="write it out, and flatter")
     if id(node) in sizes:
         return sizes[id(node)]
     size, above = 1, (*above, id(node))
@@ -122,7 +130,7 @@ def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], 
             size += _check_node(value_node, source, dotted, sizes, above)
     if size > MAX_LENGTH:
         why = f"its aliases stand for more than {MAX_LENGTH} values, which is no config"
-        raise ConfigError(f"{source}:{line}", why=why, fix="write fewer")
+        raise ConfigError(f"{source}:{line}" if source else path, why=why, fix="write fewer")
     sizes[id(node)] = size
     return size
 
@@ -131,8 +139,8 @@ def _refuse_second(key: yaml.ScalarNode, lines: dict[str, int], source: str, dot
     """Raises ConfigError if a mapping has the key already. lines: of the keys before it; this one joins them."""
     line = key.start_mark.line + 1
     if key.value in lines:
-        why = f"is given twice, in lines {lines[key.value]} and {line} of {source}"
-        raise ConfigError(dotted, why=why, fix="keep one of them")
+        where = f", in lines {lines[key.value]} and {line} of {source}" if source else " in the override"
+        raise ConfigError(dotted, why=f"is given twice{where}", fix="keep one of them")
     lines[key.value] = line
 
 

@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
+CONTENTS = {
+    b"\x1f\x8b": "gzip; name it .jsonl.gz",
+    b"\x28\xb5\x2f\xfd": "zstd; name it .jsonl.zst",
+    b"PAR1": "Parquet; name it .parquet",
+}
+"""The first bytes of files that are no text -> what they are, and their name."""
+BLANK = b"\xef\xbb\xbf \t\r\n"
 BLOCK = 8 << 20  # bytes read at a time while indexing
 ENDS = 1 << 20  # bytes hashed at each end of a file that is not read whole
 MAX_DEPTH = 100  # levels of objects and lists in a row: templates and pickle walk it by recursion
@@ -136,7 +143,18 @@ def _lock_where_there_are_locks(path: str) -> Iterator[None]:
         lock.release()
 
 
+def why_not_compressed(name: str, head: bytes) -> str | None:
+    """Returns what is wrong with a file that is compressed by its name and JSON by its first bytes."""
+    suffix = os.path.splitext(name)[1]
+    if suffix not in (".gz", ".zst") or head.lstrip(BLANK)[:1] != b"{":
+        return None
+    return f"is JSON that is not compressed; name it without {suffix}"
+
+
 def _decompress(path: str, target: str) -> None:
+    with open(path, "rb") as file:
+        if why := why_not_compressed(path, file.read(64)):
+            raise DataError(path, why=why)
     zstd = path.endswith(".zst")
     packed: Any = pyarrow.input_stream(path, compression="zstd") if zstd else gzip.open(path)  # noqa: SIM115
     with packed as stream, open(target, "wb") as out:
@@ -214,9 +232,10 @@ def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     try:
         row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as e:
-        raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
+        why = _kind_of_content(head()) or f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8"
+        raise BadRow(why) from None
     except json.JSONDecodeError as e:
-        raise BadRow(_why_not_json(head(), one_line(e))) from None
+        raise BadRow(_why_not_json(head(), json_problem(e))) from None
     if not isinstance(row, dict):
         raise BadRow(_why_not_json(head(), f"the line is a JSON {type(row).__name__}"))
     return row
@@ -237,8 +256,23 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def json_problem(error: json.JSONDecodeError) -> str:
+    """Returns what is wrong with JSON, and where in its text; `error` counts lines that the user does not see."""
+    if error.msg.startswith("Unterminated string") or not error.doc[error.pos :].strip():
+        return "it is cut off: it ends inside a value"
+    if error.msg == "Extra data":
+        return f"it ends before character {error.pos + 1}, and more follows"
+    return one_line(f"{error.msg.removesuffix(' at')} at character {error.pos + 1}")
+
+
+def _kind_of_content(head: bytes) -> str | None:
+    return next((f"the file is {kind}" for magic, kind in CONTENTS.items() if head.startswith(magic)), None)
+
+
 def _why_not_json(head: bytes, problem: str) -> str:
-    head = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if kind := _kind_of_content(head):
+        return kind
+    head = head.lstrip(BLANK)
     if head[:1] == b"[":
         return "the file is one JSON array; write one object per line: jq -c '.[]' in.json > out.jsonl"
     if head.rstrip() in (b"{", b"") or head[:2] in (b"{\n", b"{\r"):
@@ -308,7 +342,7 @@ def _arrow_value(value: Any, type: pyarrow.DataType, nulls: bool) -> Any:
         try:
             return parse_json(value)
         except json.JSONDecodeError as e:
-            raise BadRow(f"a value of type JSON is {value!r:.40} ({one_line(e)}); write it as JSON") from None
+            raise BadRow(f"a value of type JSON is {value!r:.40} ({json_problem(e)}); write it as JSON") from None
     if isinstance(type, pyarrow.StructType):
         return arrow_row(value, type, nulls=nulls)
     if isinstance(type, LISTS) and not pyarrow.types.is_primitive(type.value_type):

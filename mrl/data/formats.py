@@ -38,6 +38,7 @@ from mrl.config.keys import join_names
 from mrl.data.files import BadRow, kind_of
 from mrl.data.images import Image, check_parts, image_of
 from mrl.data.json_text import decode_json_fields, decode_tool_calls, template_kwargs_of, tools_of
+from mrl.data.messages import check_role
 from mrl.errors import DataError
 
 Row = dict[str, Any]
@@ -170,10 +171,14 @@ def detect_format(row: Row) -> str:
         return fits
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED_FIELDS.items())
     hint = "rename fields with data.columns, as {question: prompt, answer: completion}"
+    for fields in REQUIRED_FIELDS.values():
+        lacking = [field for field in fields if field not in row]
+        if len(lacking) < len(fields):
+            hint = f"{join_names(lacking)} is missing or null; {hint}"
     if "conversations" in row:
         hint = "rename it with data.columns: {conversations: messages}, with role and content in each message"
     if {"chosen", "rejected"} <= row.keys():
-        hint = "mrl dpo and mrl rm train on pairs of answers"
+        hint = "mrl dpo and mrl rm train on pairs of answers, which mrl data show reads with --as dpo or --as rm"
     raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
 
 
@@ -199,7 +204,7 @@ def parse_prompt(row: Row, form: str) -> Chat | Question:
     row, field = decode_json_fields(row), PROMPT_FIELDS[form][0]
     if field not in row:
         raise BadRow(
-            f"has no field {field!r}, which prompts have since the first row; it has {_fields(row)}: "
+            f"{field} is missing or null, and prompts have it since the first row; the row has {_fields(row)}: "
             "rename with data.columns, or give all rows one form"
         )
     if form == "alpaca":
@@ -229,7 +234,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
     missing = [field for field in REQUIRED_FIELDS[format] if field not in row]
     if missing:
         raise BadRow(
-            f"has no field {missing[0]!r}, which the format {format} needs; it has {_fields(row)}: "
+            f"{missing[0]} is missing or null, and the format {format} needs it; the row has {_fields(row)}: "
             "rename with data.columns, or set data.format"
         )
     row = decode_json_fields(row)
@@ -353,11 +358,7 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
         raise BadRow(f"{name} is {kind_of(message)}; give an object with role and content")
     if "role" not in message and "from" in message:
         raise BadRow(f"{name} has from and value (ShareGPT); write them as role (system, user, assistant) and content")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise BadRow(f"{name}.role is {kind_of(role)}; give system, user, assistant or tool")
-    if role in ("human", "gpt", "bot", "model"):
-        raise BadRow(f"{name}.role is {role!r}; write {'user' if role == 'human' else 'assistant'}")
+    check_role(message.get("role"), name)
     message = decode_tool_calls(message, name)
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -377,7 +378,7 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
     if content is None and "function_call" in message:
         raise BadRow(f"{name} has function_call (OpenAI's older form); write tool_calls, and its answer as role tool")
     says_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
-    _string(content, f"{name}.content", empty=role != "assistant" or says_more)
+    _string(content, f"{name}.content", empty=message["role"] != "assistant" or says_more)
     return message
 
 

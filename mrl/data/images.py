@@ -24,7 +24,7 @@ import urllib.parse
 from typing import Any
 
 from mrl.data.files import BadRow, one_line
-from mrl.errors import ModelError
+from mrl.errors import ModelError, why_no_file
 
 SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
 NO_PILLOW = "reads images, which needs the package pillow; install it with pip install pillow"
@@ -46,6 +46,8 @@ class Image:
         name = "its bytes"
         if self.path is not None:
             file = name = os.path.join(folder, os.path.expanduser(self.path))
+            if why := why_no_file(file):
+                raise BadRow(f"{self.where}: {name}: {why}; give a file, or its bytes")
         try:
             with pillow.open(file) as picture:
                 return of_transformers.load_image(picture)

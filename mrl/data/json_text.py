@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mrl.data.files import BadRow, kind_of, one_line, parse_json
+from mrl.data.files import BadRow, json_problem, kind_of, parse_json
 
 AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -50,7 +50,7 @@ def parse_json_text(value: Any, name: str, wanted: str) -> Any:
     try:
         return parse_json(value) if value.strip() else None
     except json.JSONDecodeError as e:
-        raise BadRow(f"{name} is a string that is not JSON ({one_line(e)}); give {wanted}") from None
+        raise BadRow(f"{name} is a string that is not JSON ({json_problem(e)}); give {wanted}") from None
 
 
 def json_object(text: Any) -> dict[str, Any] | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mrl.data.encode import Encoder
 from mrl.data.formats import SYSTEM_ROLES, Chat
-from mrl.data.messages import empty_turn_error, extra_fields, is_blank
+from mrl.data.messages import ROLES, empty_turn_error, extra_fields, is_blank
 from mrl.data.tokenizer import variables_of
 from mrl.errors import DataError
 
@@ -38,6 +39,10 @@ def left_out(encoder: Encoder, chats: Iterable[tuple[str, Chat]]) -> list[str]:
             whole = encoder.render_text(fitted, fitted.messages)
         except DataError:
             continue  # its own encoding says so
+        for role in sorted({message["role"] for message in chat.messages}.difference(ROLES)):
+            if not re.search(f"['\"]{re.escape(role)}['\"]", encoder.tokenizer.get_chat_template(None, chat.tools)):
+                why = f"the role {role!r} is in no list of mrl, and the chat template does not name it"
+                lines.setdefault(role, f"{where}: {why}; one of {', '.join(ROLES)} may be meant")
         for form in forms:
             lines.setdefault(form, f"{where}: {form}")
         for field, other in _without_each(encoder, fitted):

@@ -1,12 +1,41 @@
-"""Fields of a message beside its content."""
+"""The role of a message, and its fields beside content."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import typing
 from typing import Any
 
+from mrl.config.sources import Role
+from mrl.data.files import BadRow, kind_of
 from mrl.errors import DataError
 
+ROLES = typing.get_args(Role)
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
 KNOWN_FIELDS = ("role", "content", "weight")
+
+
+def check_role(role: Any, name: str) -> None:
+    """Raises BadRow for no role, another trainer's name of one, or a misspelt one. A template may have others. name: of
+    the message."""
+    if not isinstance(role, str) or not role:
+        raise BadRow(f"{name}.role is {kind_of(role)}; give system, user, assistant or tool")
+    if role in OTHER_NAMES:
+        raise BadRow(f"{name}.role is {role!r}; write {OTHER_NAMES[role]}")
+    if role not in ROLES and (meant := _meant_by(role)) is not None:
+        raise BadRow(f"{name}.role is {role!r}; did you mean {meant}?")
+
+
+@functools.lru_cache(maxsize=64)
+def _meant_by(role: str) -> str | None:
+    """Returns the role that a misspelt one means."""
+    if not role.isalpha():  # user_2
+        return None
+    names = [name for name in ("human", *ROLES) if name != "ipython" and abs(len(name) - len(role)) <= 2]  # nor python
+    near = difflib.get_close_matches(role.lower(), names, n=1, cutoff=0.75)
+    return OTHER_NAMES.get(near[0], near[0]) if near else None
 
 
 def extra_fields(message: dict[str, Any]) -> list[str]:

@@ -106,7 +106,7 @@ def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> Non
     """Raises BadRow where one of the fields is missing or null. like: how fields are renamed, in words."""
     for field in fields:
         if field not in row:
-            raise BadRow(f"has no field {field!r}, which the format {format} needs; it has {join_names(row)}: {like}")
+            raise BadRow(f"{field} is missing or null, and {format} needs it; the row has {join_names(row)}: {like}")
         if row[field] is None:
             raise BadRow(f"{field} is null, and the format {format} needs it; give it, or remove the row")
 

@@ -29,7 +29,7 @@ from mrl.data.files import SUFFIXES, BadRow, JsonlFile, ParquetFile, arrow_row, 
 from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
 from mrl.data.splits import NamedFiles, check_splits, files_of_path
 from mrl.data.streamed import Exchange, StreamedRows
-from mrl.errors import DataError
+from mrl.errors import DataError, why_no_file
 
 Part = Literal["train", "eval"]
 
@@ -144,7 +144,7 @@ def _data_files(path: str, split: str | None, part: Part, suffixes: tuple[str, .
             raise DataError(key, why=f"{path}: the suffix is not known", fix=known)
         files = [path]
     elif glob.has_magic(path):
-        files = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+        files = sorted(f for f in glob.glob(path, recursive=True) if not os.path.isdir(f))
         if not files:
             fix = "a glob looks like data/*.jsonl or data/**/*.parquet"
             raise DataError(key, why=f"{path}: no file matches", fix=fix)
@@ -154,9 +154,12 @@ def _data_files(path: str, split: str | None, part: Part, suffixes: tuple[str, .
     else:
         hub_id = r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"
         if path.endswith(suffixes) or path.startswith(("/", ".", "~")) or not re.fullmatch(hub_id, path):
-            why = f"{path}: there is no such file or folder (from {os.getcwd()})"
-            raise DataError(key, why=why, fix=f"give {FORMS}")
+            why = why_no_file(path) or f"there is no such file or folder (from {os.getcwd()})"
+            raise DataError(key, why=f"{path}: {why}", fix=f"give {FORMS}")
         return []
+    for file in files:
+        if why_not := why_no_file(file):
+            raise DataError(key, why=f"{file}: {why_not}", fix="give a file that can be read again, or remove it")
     if split is not None:
         why = f"{split!r}, but {key} ({path}) is files, which have no splits"
         raise DataError("data.split", why=why, fix="remove data.split and name the files of that split")

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line
+from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line, why_not_compressed
 from mrl.data.remote import RemoteFile, SourceError, is_ending
 from mrl.data.splits import NamedFiles, check_splits
 from mrl.errors import DataError, UserError
@@ -306,6 +306,8 @@ def _read_lines(
     with file.open(key, ended) as raw, _unpacked(file, raw) as content:
         parts: list[bytes] = []  # of a line whose end was not read yet
         try:
+            if content is not raw and (why := why_not_compressed(file.name, raw.peek(64))):
+                raise _DamagedError(why)
             for block in _blocks(content, offset, file, key):
                 first, *lines = block.split(b"\n") if block else [b"", b""]
                 parts.append(first)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mrl.errors import ModelError
+from mrl.errors import FILE_KINDS, ModelError
 from mrl.weights.json_file import parse_json, read_json
 
 PATTERNS = (
@@ -44,7 +44,6 @@ TEMPLATES = "additional_chat_templates"
 """A folder whose files are chat templates, all of them."""
 LFS_POINTER = b"version https://git-lfs"
 """The first bytes of a file after a `git clone` without Git LFS."""
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def companion_files(source: Path) -> list[Path]:
@@ -62,7 +61,7 @@ def _regular(files: list[Path]) -> Iterator[Path]:
         if stat.S_ISREG(mode):
             yield file
         elif not stat.S_ISDIR(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+            kind = FILE_KINDS.get(stat.S_IFMT(mode), "no file")
             raise ModelError(
                 file, why=f"is {kind}, and a model has a file of that name", fix="get the file again, or remove it"
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+import os
 import subprocess
 import sys
 import typing
@@ -113,6 +115,42 @@ def test_an_empty_section_is_the_defaults(tmp_path):
 def test_yaml_that_is_no_config(text, says):
     with pytest.raises(ConfigError, match=says):
         yaml_text.parse(text, "file.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("engine={parallel: {tp: 2}", "engine: the override is not valid YAML: "),
+        ("seed=a\x01", "seed: the override is not valid YAML: it holds the character U+0001"),
+        ("engine={parallel: {tp: 1, tp: 2}}", "engine.parallel.tp: is given twice in the override; keep one"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: value [0.9] is a list of 1; give a list of 2 numbers"),
+    ],
+)
+def test_a_wrong_override_is_said_to_be_one(tmp_path, override, says):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, MINIMAL), [override])
+    assert str(error.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "says"),
+    [
+        ("a.jsonl", lambda path: path.write_text("{}\n{}\n"), "looks like rows, and a config is wanted"),
+        ("a.parquet", lambda path: path.write_bytes(b"\xff"), "looks like rows, and a config is wanted"),
+        ("a.json", lambda path: path.write_text('{"text": "a"}\n{"text": "b"}\n'), "looks like rows"),
+        ("a.yaml", os.mkfifo, "is a FIFO and no file"),
+        ("b.yaml", lambda path: path.symlink_to("gone.yaml"), "is a link to gone.yaml, which is not there"),
+    ],
+)
+def test_what_is_given_in_place_of_a_config(tmp_path, name, make, says):
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=says):
+        load_config(tmp_path / name)
+
+
+def test_a_config_may_be_json(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(BASE, indent=2))
+    assert load_config(tmp_path / "a.json") == from_dict(BASE)
 
 
 def test_merge_keys_may_be_overridden(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import datasets
 import pyarrow as pa
@@ -26,11 +27,14 @@ USER = {"role": "user", "content": "hello"}
 # The second row (line 2) is bad; the first one is good and sets the format.
 BAD_ROWS = [
     ("not JSON", "{oops", "is not a JSON object (Expecting property name", 'each line must be one object, as {"messages": [...]}'),
+    ("cut off", '{"messages": [{"role": "us', "is not a JSON object (it is cut off: it ends inside a value)", "each line must be one object"),
+    ("cut off after a value", '{"messages": [{"role": "user"', "(it is cut off: it ends inside a value)", "each line must be one object"),
+    ("two objects", '{"a": 1} {"b": 2}', "(it ends before character 10, and more follows)", "each line must be one object"),
     ("a JSON number", "5", "the line is a JSON int", "each line must be one object"),
     ("5,000 digits", '{"messages": ' + "9" * 5000 + "}", "more than 4300 digits", "as text"),
     ("2,000 levels", '{"messages": ' + "[" * 2000 + "]" * 2000 + "}", "more than 100 others", "flatter"),
     ("150 levels in a field that is not read", json.dumps(GOOD)[:-1] + ', "more": ' + "[" * 150 + "]" * 150 + "}", "more than 100 others", "flatter"),
-    ("another format", {"text": "x"}, "has no field 'messages', which the format messages needs; it has text", "rename with data.columns"),
+    ("another format", {"text": "x"}, "messages is missing or null, and the format messages needs it; the row has text", "rename with data.columns"),
     ("messages empty", {"messages": []}, "messages is an empty list", "give a list of at least one"),
     ("a message a string", messages("hello"), "messages[0] is 'hello'", "give an object with role and content"),
     ("no role", messages({"content": "x"}), "messages[0].role is missing or null", "give system, user, assistant or tool"),
@@ -38,6 +42,8 @@ BAD_ROWS = [
      "messages[1] has function_call (OpenAI's older form)", "write tool_calls"),
     ("ShareGPT", messages({"from": "human", "value": "x"}), "messages[0] has from and value (ShareGPT)", "write them as role"),
     ("role gpt", messages(USER, {"role": "gpt", "content": "x"}), "messages[1].role is 'gpt'", "write assistant"),
+    ("role humna", messages({"role": "humna", "content": "x"}), "messages[0].role is 'humna'", "did you mean user?"),
+    ("role asistant", messages(USER, {"role": "Asistant", "content": "x"}), "messages[1].role is 'Asistant'", "did you mean assistant?"),
     ("no content", messages(USER, {"role": "assistant"}), "messages[1].content is missing or null", "give a string"),
     ("content a number", messages(USER, {"role": "assistant", "content": 4}), "messages[1].content is 4", "give a string"),
     ("empty answer", messages(USER, {"role": "assistant", "content": ""}), "messages[1].content is empty", "give the text to train on"),
@@ -175,12 +181,21 @@ WHOLE = [
     ("JSON array", text_file('[\n{"text": "a"}\n]'), ".json", {}, "PATH:1: the file is one JSON array", "jq -c '.[]'"),
     ("pretty-printed", text_file('{\n  "text": "a"\n}'), ".json", {}, "PATH:1: a JSON object is spread over several lines", "jq -c ."),
     ("gz damaged", lambda p: p.write_bytes(gzip.compress(b"{}" * 99)[:-9]), ".jsonl.gz", {}, "PATH: cannot be decompressed", "copy it again"),
-    ("zst that is none", text_file("{}"), ".jsonl.zst", {}, "PATH: cannot be decompressed", "copy it again"),
+    ("gz that is JSON", text_file("{}"), ".jsonl.gz", {}, "PATH: is JSON that is not compressed", "name it without .gz"),
+    ("zst that is JSON", text_file("{}"), ".jsonl.zst", {}, "PATH: is JSON that is not compressed", "name it without .zst"),
+    ("zst that is none", text_file("x"), ".jsonl.zst", {}, "PATH: cannot be decompressed", "copy it again"),
+    ("gzip", lambda p: p.write_bytes(gzip.compress(b"{}")), ".jsonl", {}, "PATH:1: the file is gzip", "name it .jsonl.gz"),
+    ("Parquet", lambda p: pq.write_table(pa.table({"text": ["a"]}), p), ".jsonl", {}, "PATH:1: the file is Parquet", "name it .parquet"),
+    ("FIFO", os.mkfifo, ".jsonl", {}, "data.train: PATH: is a FIFO and no file", "can be read again"),
+    ("folder with a FIFO", lambda p: (p.mkdir(), os.mkfifo(p / "a.jsonl")), "", {}, "data.train: PATH/a.jsonl: is a FIFO", "remove it"),
+    ("dead link", lambda p: p.symlink_to("gone.jsonl"), ".jsonl", {}, "data.train: PATH: is a link to gone.jsonl, which is not there", "a folder or glob of them"),
+    ("link to itself", lambda p: p.symlink_to(p), ".jsonl", {}, "data.train: PATH: is a link to PATH, which is not there", "a folder or glob of them"),
+    ("null", lambda p: pq.write_table(pa.table({"prompt": ["a"], "completion": [None]}), p), ".parquet", {}, "PATH:row 0: the fields prompt fit no format", "completion is missing or null"),
     ("parquet that is none", text_file("{}"), ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
     ("parquet damaged", damaged_parquet, ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
     ("fits no format", text_file('{"a": 1}'), ".jsonl", {}, "PATH:1: the fields a fit no format", "rename fields with data.columns"),
     ("long names", text_file(json.dumps({"a" * 5000: "1", "b" * 5000: "2"})), ".jsonl", {}, "PATH:1: the fields aaa", "aaa...aaa"),
-    ("pairs", text_file('{"prompt": "1", "chosen": "2", "rejected": "3"}'), ".jsonl", {}, "PATH:1: the fields prompt, chosen, rejected fit no format", "mrl dpo and mrl rm train on pairs"),
+    ("pairs", text_file('{"prompt": "1", "chosen": "2", "rejected": "3"}'), ".jsonl", {}, "PATH:1: the fields prompt, chosen, rejected fit no format", "reads with --as dpo or --as rm"),
     ("conversations", text_file('{"conversations": []}'), ".jsonl", {}, "PATH:1: the fields conversations fit no format", "{conversations: messages}"),
     ("fits two formats", text_file('{"text": "a", "messages": []}'), ".jsonl", {}, "PATH:1: the fields text, messages fit the formats messages and text", "set data.format"),
     ("no row readable", text_file("{x\n5\n"), ".jsonl", {"on_bad_row": "skip"}, "data.train: PATH: none of its 2 rows can be read", "check the first"),

@@ -1,6 +1,7 @@
 """Rows with images: every way to name one gives the same picture, in the model's own tokens; what is wrong is said in one line."""
 
 import json
+import os
 from urllib.parse import quote
 
 import datasets
@@ -172,6 +173,7 @@ BROKEN = png()[:60]
 MISTAKES = {
     "web": ({**IMAGE, "url": "https://example.com/a.png"}, "download it"),
     "missing": ({**IMAGE, "path": "gone.png"}, "gone.png: there is no such file; paths are relative to the data file"),
+    "FIFO": ({**IMAGE, "path": "fifo.png"}, "fifo.png: is a FIFO and no file; give"),
     "cut off": ({**IMAGE, "path": "broken.png"}, "broken.png: is no image that can be read"),
     "a text file": ({**IMAGE, "path": "a.jsonl"}, "is no image that can be read"),
     "no base64": ({**IMAGE, "bytes": "???"}, "is not base64"),
@@ -188,6 +190,7 @@ MISTAKES = {
 def test_a_wrong_image_is_one_line_with_row_and_file(reader, tmp_path, case):
     part, says = MISTAKES[case]
     (tmp_path / "broken.png").write_bytes(BROKEN)
+    os.mkfifo(tmp_path / "fifo.png")
     path = write_jsonl(tmp_path / "a.jsonl", [row(part, text("?"))])
     message = refused(reader, path)
     assert message.startswith(f"{path}:1: ") and says in message, message

@@ -59,6 +59,14 @@ def test_turns_of_a_role_that_is_left_out(tmp_path):
     assert "writes nothing of messages of the role tool" in line
 
 
+def test_a_role_that_only_the_template_can_know(tmp_path):
+    """ChatML writes any role; OLMo's template names its own."""
+    row = {"messages": [USER, {"role": "environment", "content": "4"}, ANSWER]}
+    [line] = notes(tmp_path, row)
+    assert "the role 'environment' is in no list of mrl, and the chat template does not name it" in line
+    assert notes(tmp_path, row, template=CHATML + "{# 'environment' #}") == []
+
+
 @pytest.mark.parametrize("field", ["tool_call_id", "name"])
 def test_a_field_of_a_tools_answer_that_is_written_is_no_line(tmp_path, field):
     row = {"messages": [USER, {"role": "tool", "content": "4", field: "fox"}, ANSWER]}

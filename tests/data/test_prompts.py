@@ -88,7 +88,7 @@ def test_a_system_message_of_the_row_and_of_the_config_are_one_error(tmp_path):
 @pytest.mark.parametrize(
     ("row", "wrong", "works"),
     [
-        ({"messages": [USER]}, "has no field 'prompt', which prompts have since the first row; it has messages", "data.columns"),
+        ({"messages": [USER]}, "prompt is missing or null, and prompts have it since the first row; the row has messages", "data.columns"),
         ({"prompt": 5}, "prompt is 5", "give a string"),
         ({"prompt": ""}, "prompt is empty", "or remove the row"),
         ({"prompt": turns([{"type": "image", "path": "a.png"}])}, "prompt[0].content is a list of parts", "images train with mrl sft"),

@@ -383,6 +383,8 @@ def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
 def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fox"}\n' * 999)[:40])
+    (tmp_path / "json.gz").mkdir()
+    (tmp_path / "json.gz" / "a.jsonl.gz").write_text('{"text": "fox"}')
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "rows.csv").write_text("text\nfox\n")
     datasets.Dataset.from_list([{"text": "fox"}]).save_to_disk(str(tmp_path / "saved"))
@@ -390,6 +392,7 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     in_order = {"shuffle_buffer": 0}
     for path, keys, says in (
         (str(tmp_path / "*.jsonl.gz"), {}, "cannot be decompressed"),
+        (str(tmp_path / "json.gz"), {}, "is JSON that is not compressed; name it without .gz"),
         (str(tmp_path / "bad.parquet"), {}, "cannot be read as Parquet"),
         (str(tmp_path / "empty.jsonl"), in_order, "has no rows; at least one row"),
         (str(tmp_path / "no*.jsonl"), {}, "no file matches"),

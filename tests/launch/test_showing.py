@@ -93,6 +93,11 @@ def test_the_rows_and_a_tokenizer_suffice(inputs, tmp_path, name, words, says, r
     assert lines[0] == says and any(line.startswith(row) for line in lines), lines
 
 
+def test_no_command_without_rows_is_offered(inputs):
+    done = CliRunner().invoke(cli.main, ["data", "show", str(inputs / "sft.yaml"), "--as", "serve"])
+    assert done.exit_code == 2 and "'dpo'" in done.output and done.output.count("serve") == 1
+
+
 def test_count_reads_all(inputs):
     keys = ["data.truncation=drop", "data.max_length=15"]
     lines = show(inputs, "sft", "--count", "--rows", "0", *keys)
