@@ -166,6 +166,13 @@ class PPO(TrainingCommand[PPOConfig]):
         if config.rollout.environment is not None:
             load_environment(config.rollout.environment)
 
+    def check_rows(self, config: PPOConfig, first: Sequence[tuple[dict[str, Any], str]]) -> None:
+        """Checks the fields that reward functions read, as a run does when it starts."""
+        from mrl.rewards.functions import check_rewards
+
+        if config.rewards is not None:
+            check_rewards(config.rewards, first)
+
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.algorithms.configured import configured_recipe
         from mrl.algorithms.recipes import in_words

@@ -209,6 +209,9 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def check_code(self, config: C) -> None:
         """Loads the user's own code, as a run does when it starts. Raises ConfigError where it is none."""
 
+    def check_rows(self, config: C, first: Sequence[tuple[dict[str, Any], str]]) -> None:
+        """Raises ConfigError if one of the rows lacks what the config names. first: rows with their file and line."""
+
     @abc.abstractmethod
     def describe(self, config: C, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Sequence[str]:
         """Returns what a dry run says beside the resolved config, line by line. layouts: of each part."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mrl.config import yaml_text
 from mrl.config.build import build_section
+from mrl.config.inference import EvalConfig
 from mrl.config.keys import value_kind
 from mrl.config.load import read_yaml
 from mrl.config.rewards import NAMED
@@ -126,19 +127,43 @@ def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str
     return raw
 
 
-def with_question(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section `data` with a field `question` as the prompt, if the first row has no other."""
+def first_row(path: str, split: str | None) -> list[tuple[dict[str, Any], str]]:
+    """Returns the first row of a file with its file and line. [] where the run has words for what is there."""
     from mrl.data.rows import open_rows  # it imports datasets
 
+    if not os.path.exists(os.path.expanduser(path)) and "://" not in path:
+        return []  # a glob, a hub id, or nothing
+    rows = open_rows(path, split=split, part="eval")
+    try:
+        return [(rows[0], rows.where(0))]
+    except DataError:
+        return []
+
+
+def check_rewards(config: EvalConfig, reward: str | None) -> None:
+    """Raises ConfigError if the functions do not fit the first row, before a model is loaded. reward: of --reward."""
+    from mrl.data.formats import rename_fields
+    from mrl.rewards import functions
+
+    data = config.data
+    try:
+        first = [(rename_fields(row, data.columns), where) for row, where in first_row(str(data.eval), data.split)]
+        if config.rewards is not None:
+            functions.check_rewards(config.rewards, first)
+    except DataError:
+        return  # of a row that lacks a column, the run says it
+    except ConfigError as error:
+        if reward is None or error.key != "rewards.functions[0].field":
+            raise
+        fix = f"{error.fix} (--reward '{{name: {parse_reward(reward)['name']}, field: NAME}}')"
+        raise ConfigError("--reward", error.value, error.why, fix) from None
+
+
+def with_question(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section `data` with a field `question` as the prompt, if the first row has no other."""
     if data.get("columns"):
         return data
-    if not os.path.exists(os.path.expanduser(str(data["eval"]))) and "://" not in str(data["eval"]):
-        return data  # a glob, a hub id, or nothing: the run has words for each
-    rows = open_rows(data["eval"], split=data.get("split"), part="eval")
-    try:
-        first = rows[0]
-    except DataError:
-        return data  # with its file and line, the run says it
+    first = next(iter(first_row(str(data["eval"]), data.get("split"))), ({}, ""))[0]
     if QUESTION in first and not any(field in first for field in PROMPTS):
         return {**data, "columns": {QUESTION: "prompt"}}
     return data

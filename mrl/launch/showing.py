@@ -97,6 +97,7 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
             found = notes_of_rows(train.get(""), evaluation)
             for rows in (*train.values(), *evaluation.values()):
                 rows.read_first()
+                command.check_rows(config, rows.first_rows())
         except ModelError:  # a folder may have its tokenizer when the run starts
             return []
     return found

@@ -101,7 +101,10 @@ def _score_of(value: Any) -> Any:
 def _row_value(name: str) -> Callable[[Sample], Any]:
     def get(sample: Sample) -> Any:
         if name not in sample.row:
-            raise MissingFields(f"the row has no field {name!r}; it has {', '.join(sample.row) or 'none'}")
+            raise MissingFields(
+                f"the row has no field {name!r}; add it, rename one with data.columns, or give the parameter a default; "
+                f"it has {', '.join(sample.row) or 'none'}"
+            )
         return sample.row[name]
 
     return get
@@ -265,8 +268,8 @@ class RewardCall:
                 by_name[parameter.name] = _LIST_ARGUMENTS[parameter.name](samples, position)
             elif parameter.default is _EMPTY:
                 raise MissingFields(
-                    f"the rows have no field {parameter.name!r}, which the function names; they have "
-                    f"{', '.join(fields) or 'none'}"
+                    f"the rows have no field {parameter.name!r}, which the function names; add it, rename one with "
+                    f"data.columns, or give the parameter a default; they have {', '.join(fields) or 'none'}"
                 )
         if self._rest:
             getters, named = self.form.getters, {_plain(p.name) for p in self._known}

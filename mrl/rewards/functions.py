@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -11,18 +12,27 @@ import pathlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 import mrl
 from mrl.config.keys import join_names
-from mrl.config.rewards import FunctionReward, Reward
+from mrl.config.rewards import (
+    CodeReward,
+    ExactMatchReward,
+    FunctionReward,
+    GSM8KReward,
+    MathReward,
+    NamedReward,
+    Reward,
+    RewardsConfig,
+)
 from mrl.errors import ConfigError, shortened
 from mrl.rewards.answers import gsm8k, math, require_math_verify
-from mrl.rewards.calls import RewardCall, UnknownSignature
+from mrl.rewards.calls import START, RewardCall, Sample, UnknownSignature
 from mrl.rewards.code import code
-from mrl.rewards.text import exact_match, length, regex
+from mrl.rewards.text import Row, exact_match, length, regex
 
 # Each as f(prompt, completion, row, options), with the options of the same name in `mrl.config.rewards`.
 NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
@@ -35,16 +45,45 @@ NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
 }
 
 
-def load_reward(reward: Reward, key: str) -> RewardCall:
+def load_reward(reward: Reward, key: str, first: Sequence[Sample] = ()) -> RewardCall:
     """Returns the function of a config entry that was written at `key`.
 
-    Raises ConfigError naming the key, the file and the function.
+    Raises ConfigError naming the key, the file and the function. It also does if a row of `first` lacks a field that
+    the function reads.
     """
     if isinstance(reward, FunctionReward):
-        return load_function(reward.function, f"{key}.function")
+        function = load_function(reward.function, f"{key}.function")
+        for sample in first:
+            try:
+                function.arguments([sample], START)
+            except ValueError as error:
+                raise ConfigError(f"{key}.function", why=f"{reward.function}: row {sample.where}: {error}") from None
+        return function
     if reward.name == "math":
         require_math_verify(f"{key}.name")
+    for sample in first:
+        _check_field(reward, f"{key}.field", sample)
     return RewardCall(functools.partial(NAMED_FUNCTIONS[reward.name], options=reward))
+
+
+def check_rewards(config: RewardsConfig, first: Sequence[tuple[Row, str]]) -> None:
+    """Raises ConfigError as a run does when it starts. first: rows with their file and line."""
+    samples = [Sample("", "", *each) for each in first] if config.on_error == "stop" else []
+    for i, reward in enumerate(config.functions):
+        load_reward(reward, f"rewards.functions[{i}]", samples)
+
+
+def _check_field(reward: NamedReward, key: str, sample: Sample) -> None:
+    """Raises ConfigError if the row lacks the field that the reward reads."""
+    match reward:
+        case (
+            ExactMatchReward(field=field) | GSM8KReward(field=field) | MathReward(field=field) | CodeReward(field=field)
+        ):
+            if field not in sample.row:
+                close = difflib.get_close_matches(field, sample.row, n=1)
+                advice = f"did you mean {close[0]}?" if close else "name one of them, or add the field to the rows"
+                why = f"is the field that {reward.name} reads, and row {sample.where} has {join_names(sample.row) or 'none'}"
+                raise ConfigError(key, field, why, advice)
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:

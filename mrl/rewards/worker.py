@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mrl.config.rewards import FunctionReward, Reward
+from mrl.config.rewards import Reward
 from mrl.errors import ConfigError
-from mrl.rewards.calls import START, Position, RewardCall, Sample, Scope
+from mrl.rewards.calls import Position, RewardCall, Sample, Scope
 from mrl.rewards.functions import describe, is_async, load_reward, whole_traceback
 
 NUMBER_BYTES = 8
@@ -223,18 +223,6 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _load(reward: Reward, key: str, first: Sequence[Sample]) -> RewardCall:
-    """Returns the function. Raises ConfigError if it cannot be loaded, or cannot be given a row of `first`."""
-    function = load_reward(reward, key)
-    if isinstance(reward, FunctionReward):
-        for sample in first:
-            try:
-                function.arguments([sample], START)
-            except ValueError as error:
-                raise ConfigError(f"{key}.function", why=f"{reward.function}: row {sample.where}: {error}") from None
-    return function
-
-
 def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     """Runs the worker's whole life."""
     die_with(lifeline)
@@ -242,7 +230,7 @@ def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         setup: WorkerConfig = connection.recv()
         try:
-            functions = [_load(reward, key, setup.first) for key, reward in setup.rewards]
+            functions = [load_reward(reward, key, setup.first) for key, reward in setup.rewards]
         except ConfigError as error:
             connection.send(WorkerFailed(error))
             return

@@ -123,6 +123,14 @@ def test_what_would_be_wrong_is_refused(tmp_path, family, fields, options, messa
         make_engine(config)
 
 
+@pytest.mark.parametrize(("backend", "family"), [("fsdp", "phi3"), ("fsdp", "llama"), ("megatron", "llama")])
+def test_the_head_of_a_random_value_model_starts_at_zero(folder, backend, family):
+    """With a table of the family and without one. The rest is random."""
+    engine = make_engine(tiny.role(folder(family), head="value", model={"init": "random"}, backend=backend))
+    weights = dict(engine.hf_weights())
+    assert not weights["score.weight"].any() and weights["model.layers.0.self_attn.o_proj.weight"].all()
+
+
 def test_an_own_attention_generates_nothing(folder):
     engine = make_engine(tiny.role(folder("bloom"), packing=False, optimizer=None))
     with pytest.raises(ModelError, match="'bloom' keeps to attention of its own.*rollout.backend"):

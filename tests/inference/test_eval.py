@@ -352,12 +352,13 @@ REFUSED = {
     "a task that trains": (("train.yaml",), 'data.train: value "rows.jsonl" has no effect in a task; name its rows in data.eval'),
     "an unknown key of a task": (("typo.yaml",), "did you mean max_new_tokens?"),
     "two rewards": (("both.yaml",), "reward: is given together with rewards; keep one of them"),
+    "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even"),
+    "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), '--reward: value "answer" is the field that gsm8k reads, and row bare.jsonl:1 has prompt; name one of them, or add the field to the rows (--reward \'{name: gsm8k, field: NAME}\')'),
     "out over the rows": ((*OF_ROWS, "--out", "rows.jsonl"), "--out: is the file of the task"),
     "out over what is compared": ((*OF_ROWS, "--against", "earlier.json", "--out", "earlier.json"), "--out: is the file of --against"),
 }  # fmt: skip
 REFUSED_BY_RANKS = {
-    "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even"),
-    "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), "answer"),
+    "no answer in rows of a glob": (("bar*.jsonl", "--reward", "gsm8k"), 'rewards.functions[0].field: value "answer"'),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 from mrl.launch import preflight, start
 from mrl.rollout import vllm_start
-from tests.bad_input.mistakes import Workspace, set_model, set_other_model
+from tests.bad_input.mistakes import PPO_CONFIG, Workspace, set_model, set_other_model
 from tests.data.tiny_tokenizers import turns, write_jsonl
 from tests.trainers import tiny_runs
 
@@ -195,6 +195,17 @@ def test_a_row_that_would_stop_the_run_stops_the_dry_run(inputs, name):
         assert dry_run(inputs, command, rows, part="eval").exit_code == 2
         policy = ["data.truncation=drop", "data.on_bad_row=skip"]
         assert dry_run(inputs, command, rows, *policy).exit_code == 0
+
+
+def test_a_field_that_a_reward_reads_and_the_first_row_lacks(inputs, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    config = {**PPO_CONFIG, "output_dir": str(tmp_path / "none"), "data": {"train": str(tmp_path / "a.jsonl")}}
+    config["actor"] = {"model": {"path": str(inputs / "model"), "dtype": "float32"}, "engine": {"device": "cpu"}}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
+    words = ["ppo", str(tmp_path / "ppo.yaml"), "rewards.functions=[{name: exact_match, field: anwser}]", "--dry-run"]
+    done = CliRunner().invoke(cli.main, words)
+    says = 'rewards.functions[0].field: value "anwser" is the field that exact_match reads, and row'
+    assert done.exit_code == 2 and says in done.output and "has prompt, answer; did you mean answer?" in done.output
 
 
 def test_whole_texts_with_turns_pass(inputs):

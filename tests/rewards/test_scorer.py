@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mrl.config.rewards import parse_rewards
 from mrl.errors import ConfigError, RewardError, UserError
 from mrl.rewards.calls import Position, Sample
+from mrl.rewards.functions import check_rewards
 from mrl.rewards.scorer import Scorer, Scores, faults_in_words, metrics
 from tests.rewards.reward_files import write_functions
 
@@ -133,6 +134,22 @@ def test_a_field_that_a_first_row_lacks_is_said_before_anything_is_scored(path):
             Scorer(parse_rewards({"functions": functions, "workers": 1}), first=rows)
     with Scorer(parse_rewards({"functions": functions, "workers": 2, "on_error": "zero"}), first=rows) as scoring:
         assert len(scoring._pool.pids) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "fix"), [("anwser", "did you mean answer?"), ("tests", "name one of them, or add the field to the rows")]
+)
+@pytest.mark.parametrize("name", ["exact_match", "gsm8k", "code"])
+def test_a_field_of_a_shipped_reward_that_a_first_row_lacks(name, field, fix):
+    config = parse_rewards({"functions": [{"name": name, "field": field}], "workers": 1})
+    row = {"prompt": "1+1?", "answer": "2"}
+    line = f'rewards.functions[0].field: value "{field}" is the field that {name} reads, and row f:1 has prompt, answer; {fix}'
+    for refuse in (
+        lambda: check_rewards(config, [(row, "f:1")]),
+        lambda: Scorer(config, first=[Sample("", "", row, "f:1")]),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            refuse()
 
 
 def test_many_faults_are_three_lines_and_a_count():

@@ -17,8 +17,9 @@ class InitialWeights:
     A block's weights are a function of (seed, its name).
     """
 
-    def __init__(self, hf: nn.Module, *, seed: int) -> None:
-        self.hf, self.seed = hf, seed
+    def __init__(self, hf: nn.Module, *, seed: int, score: str | None = None) -> None:
+        """score: the name of a value head, which starts at zero."""
+        self.hf, self.seed, self.score = hf, seed, score
         blocks = {id(block) for block in blocks_of(hf)}
         self._units: dict[str, tuple[str, nn.Module]] = {}
         self._find("", hf, blocks)
@@ -41,6 +42,8 @@ class InitialWeights:
         if self._made[0] != unit_name or name not in self._made[1]:
             self._made = unit_name, self._make(unit_name, unit)
         whole = self._made[1][name]
+        if name == self.score:
+            whole = torch.zeros_like(whole)
         return whole[start:stop] if whole.ndim else whole
 
     @torch.no_grad()
