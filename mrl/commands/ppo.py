@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -120,6 +121,9 @@ class PPO(TrainingCommand[PPOConfig]):
     def check_processes(self, config: PPOConfig, parts: Sequence[Part], world_size: int) -> None:
         from mrl.config.ppo_checks import check_inside
 
+        for part in parts:
+            if part.role == "reward":
+                _check_reward_model(config.reward.model.path, part.hf)
         actor = next(part for part in parts if part.role == "actor")
         check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
         if config.rollout.vllm_inside:
@@ -268,6 +272,17 @@ class PPO(TrainingCommand[PPOConfig]):
         return Server(
             rollout.backend, config.actor.model, config.max_length, rollout.temperature, "rollout.server.urls"
         )
+
+
+def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
+    """Raises ModelError for a language model. An adapter's config.json is that of its base, which may be one."""
+    from mrl.errors import ModelError, quoted
+    from mrl.weights.adapter_folder import is_adapter
+
+    kinds = [name for name in hf.get("architectures") or () if name.endswith(("ForCausalLM", "ForConditionalGeneration"))]
+    if path is not None and kinds and not is_adapter(pathlib.Path(path)):
+        fix = "give a sequence classifier with one label, as mrl rm makes"
+        raise ModelError("reward.model.path", quoted(path), f"is a language model ({kinds[0]})", fix)
 
 
 COMMAND = PPO()

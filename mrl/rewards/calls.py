@@ -102,8 +102,8 @@ def _row_value(name: str) -> Callable[[Sample], Any]:
     def get(sample: Sample) -> Any:
         if name not in sample.row:
             raise MissingFields(
-                f"the row has no field {name!r}; add it, rename one with data.columns, or give the parameter a default; "
-                f"it has {', '.join(sample.row) or 'none'}"
+                f"the row has no field {name!r}; add it, rename one with data.columns, or give the parameter a default; it "
+                f"has {', '.join(sample.row) or 'none'}"
             )
         return sample.row[name]
 

@@ -82,7 +82,8 @@ def _check_field(reward: NamedReward, key: str, sample: Sample) -> None:
             if field not in sample.row:
                 close = difflib.get_close_matches(field, sample.row, n=1)
                 advice = f"did you mean {close[0]}?" if close else "name one of them, or add the field to the rows"
-                why = f"is the field that {reward.name} reads, and row {sample.where} has {join_names(sample.row) or 'none'}"
+                names = join_names(sample.row) or "none"
+                why = f"is the field that {reward.name} reads, and row {sample.where} has {names}"
                 raise ConfigError(key, field, why, advice)
 
 

@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 class RandomWeights:
     """Replaces a weights file: every tensor is a function of (seed, name), so any layout starts from the same model.
 
-    A value head is zero, as over a model that was loaded. Matrices are normal with the config's `initializer_range`, norms are one, biases zero. Gated delta nets start as in
-    transformers (Qwen3_5PreTrainedModel._init_weights, 5.23). Other norms of such models have the factor 1 + weight.
+    A value head is zero, as over a model that was loaded. Matrices are normal with the config's `initializer_range`,
+    norms are one, biases zero. Gated delta nets start as in transformers (Qwen3_5PreTrainedModel._init_weights, 5.23).
+    Other norms of such models have the factor 1 + weight.
     """
 
     def __init__(

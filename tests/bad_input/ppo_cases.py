@@ -45,6 +45,8 @@ CASES = [
     Case("reward model of weight 0", "reward.weight", ("nothing to learn from",), ("rewards=null", "reward={model: {path: model}, weight: 0}")),
     Case("weight without a reward model", "reward.weight", ("without reward.model.path",), ("reward.weight=2",)),
     Case("engine without a reward model", "reward.engine", ("without reward.model.path",), ("reward.engine.parallel.tp=2",)),
+    Case("a language model that scores", "reward.model.path", ("value 'judge' is a language model (Qwen3ForCausalLM); give a sequence classifier with one label, as mrl rm makes",),
+        ("reward.model.path=judge",), set_other_model("judge")),
     Case("no function file", "rewards.functions[0].function", ("score.py, which does not exist",), ("rewards.functions=[{function: 'score.py:f'}]",)),
     Case("no second function", "rewards.functions[1].function", ("score.py:f",), ("rewards.functions=[{name: gsm8k}, {function: 'score.py:f'}]",), file("score.py", "")),
     # Rollout.

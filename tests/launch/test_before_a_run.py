@@ -59,6 +59,19 @@ def test_a_model_of_fewer_positions_is_said_once(folder):
     assert said.count("is made for") == 1 and "# reference.model.path: the model is made for 64 positions" in said
 
 
+@pytest.mark.parametrize("kinds", [None, [], ["Qwen3ForSequenceClassification"], ["InternLM2ForRewardModel"]])
+def test_what_may_score(folder, kinds):
+    set_other_model("judge", architectures=kinds)(Workspace(folder))
+    assert dry_run_of_ppo("reward.model.path=judge").exit_code == 0
+
+
+def test_an_adapter_over_a_language_model_may_score(folder):
+    set_other_model("base")(Workspace(folder))
+    (folder / "judge").mkdir()
+    (folder / "judge" / "adapter_config.json").write_text('{"base_model_name_or_path": "./base"}')
+    assert dry_run_of_ppo("reward.model.path=judge").exit_code == 0
+
+
 def test_graphs_are_of_the_models_that_train(folder, monkeypatch):
     monkeypatch.setattr(start, "_gpus", list)  # a test before may have loaded megatron, and torch then counts one
     graphs = "actor.engine={device: cuda, layer_spec: local, cuda_graphs: true, micro_batch: {tokens: 4096, pad: true}}"
