@@ -65,7 +65,8 @@ class PPO(TrainingCommand[PPOConfig]):
         return "reinforcement learning (it has the section actor)" if "actor" in raw else None
 
     def meant_by(self, name: str) -> str | None:
-        close = difflib.get_close_matches(name.lower().replace("-", "_"), ALGORITHMS, n=1, cutoff=0.85)
+        others = [algorithm for algorithm in ALGORITHMS if algorithm != self.name]
+        close = difflib.get_close_matches(name.lower().replace("-", "_"), others, n=1, cutoff=0.85)
         if not close:
             return None
         return f"{close[0]} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={close[0]}"
@@ -119,13 +120,15 @@ class PPO(TrainingCommand[PPOConfig]):
         return [dataclasses.replace(actor, engine=sampling_engine(config), optimizer=None)]
 
     def check_processes(self, config: PPOConfig, parts: Sequence[Part], world_size: int) -> None:
-        from mrl.config.ppo_checks import check_inside
+        from mrl.config.ppo_checks import check_inside, check_stop_tokens
+        from mrl.weights.hf_config import vocab_size_of  # it imports torch
 
         for part in parts:
             if part.role == "reward":
                 _check_reward_model(config.reward.model.path, part.hf)
         actor = next(part for part in parts if part.role == "actor")
         check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
+        check_stop_tokens(config.rollout, vocab_size_of(actor.hf))
         if config.rollout.vllm_inside:
             from mrl.rollout.vllm import check_sampling  # it imports torch
 
@@ -279,7 +282,9 @@ def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
     from mrl.errors import ModelError, quoted
     from mrl.weights.adapter_folder import is_adapter
 
-    kinds = [name for name in hf.get("architectures") or () if name.endswith(("ForCausalLM", "ForConditionalGeneration"))]
+    kinds = [
+        name for name in hf.get("architectures") or () if name.endswith(("ForCausalLM", "ForConditionalGeneration"))
+    ]
     if path is not None and kinds and not is_adapter(pathlib.Path(path)):
         fix = "give a sequence classifier with one label, as mrl rm makes"
         raise ModelError("reward.model.path", quoted(path), f"is a language model ({kinds[0]})", fix)

@@ -195,7 +195,8 @@ def _number(value: float) -> str:
 def _list_in_words(element: Any) -> str:
     if typing.get_origin(element) is Literal:
         return f"a list with any of {', '.join(typing.get_args(element))}"
-    return f"a list of { ({str: 'texts', int: 'whole numbers'}.get(element, 'mappings')) }"
+    mappings = "paths or mappings" if "path" in getattr(element, "__dataclass_fields__", ()) else "mappings"
+    return f"a list of { ({str: 'texts', int: 'whole numbers'}.get(element, mappings)) }"
 
 
 def accepted_values(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:

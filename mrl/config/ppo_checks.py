@@ -325,6 +325,14 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
         )
 
 
+def check_stop_tokens(rollout: RolloutConfig, vocab_size: int | None) -> None:
+    """Raises ConfigError for ids that the model does not have. vocab_size: None if config.json does not state it."""
+    outside = [token for token in rollout.stop_tokens if vocab_size is not None and token >= vocab_size]
+    if outside:
+        why = f"is no token of the model: config.json has vocab_size {vocab_size}"
+        raise ConfigError("rollout.stop_tokens", outside[0], why, "give ids of its tokenizer")
+
+
 def _check_async(config: PPOConfig) -> None:
     """Raises ConfigError if nothing could sample while the run trains, or what it samples would be used wrongly."""
     rollout, level, key = config.rollout, config.rollout.async_level, "rollout.async_level"

@@ -17,11 +17,7 @@ from mrl.errors import MAX_SHOWN, ConfigError, Shown, show
 ABSENT = Shown("(absent)")
 
 NEW_LENGTH = "the learning-rate schedule follows the new length"
-OF_EPOCHS = "with train.epochs the run is as long as the rows that are used, and so is the schedule"
-EFFECTS = {
-    "train.steps": NEW_LENGTH, "train.epochs": NEW_LENGTH, "data.truncation": OF_EPOCHS, "data.on_bad_row": OF_EPOCHS,
-}  # fmt: skip
-"""What else a change of a key changes."""
+OF_ROWS = "the run is as long as the rows that are used"
 
 
 def may_change(root: type) -> tuple[str, ...]:
@@ -87,7 +83,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
             continue
         of_rows = dotted in keys and keys[dotted].may_change == "rows"
         if _may_change(dotted, (before, after), root) or (of_rows and _changes_no_used_row(dotted, before, after, old)):
-            changes.append(Change(dotted, before, after))
+            changes.append(Change(dotted, before, after, _effect(dotted, (before, after), new)))
         else:
             breaking[dotted] = (before, after)
     if not breaking:
@@ -176,11 +172,26 @@ class Change:
     key: str
     before: Any
     after: Any
+    effect: str = ""  # what else the change changes
 
     def __str__(self) -> str:
-        effect = f" ({EFFECTS[self.key]})" if self.key in EFFECTS else ""
+        effect = f" ({self.effect})" if self.effect else ""
         key, before, after = _innermost(self.key, self.before, self.after, (self.key,))
         return f"{key}: {before} at the save, {after} now{effect}"
+
+
+def _effect(key: str, pair: tuple[Any, Any], new: Mapping[str, Any]) -> str:
+    """Returns what else the change of a key changes, in words; "" for nothing. new: the config of the resume."""
+    optimizers = [_at(new, "optimizer"), _at(new, "actor", "optimizer")]
+    if (_at(new, "algorithm") or {}).get("name") == "ppo":
+        optimizers.append(_at(new, "critic", "optimizer"))
+    follows = any(optimizer and optimizer.get("schedule") != "constant" for optimizer in optimizers)
+    if key in ("train.steps", "train.epochs") and follows:
+        return NEW_LENGTH
+    leaves_rows_out = key == "data.on_bad_row" or (key == "data.truncation" and "drop" in pair)
+    if leaves_rows_out and new["train"].get("steps") is None:
+        return f"{OF_ROWS}, and so is the schedule" if follows else OF_ROWS
+    return ""
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:

@@ -30,7 +30,7 @@ from mrl.config.inference import (
 )
 from mrl.config.load import apply_override
 from mrl.config.ppo import DEFAULT_CACHE
-from mrl.config.ppo_checks import check_inside
+from mrl.config.ppo_checks import check_inside, check_stop_tokens
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
@@ -369,6 +369,10 @@ def ranks_here(config: InferenceConfig, place: PlaceConfig, joined: JoinedWorld 
     sequences = Sequences(config.max_length, words, packed=config.data.packing, generated=True)
     preflight.check_part(part, parallel_dims(config.engine.parallel, world_size), sequences)
     check_inside(config.rollout, world_size, part.hf)
+    with preflight.quiet():
+        from mrl.weights.hf_config import vocab_size_of
+
+    check_stop_tokens(config.rollout, vocab_size_of(part.hf))
     return world_size
 
 

@@ -138,7 +138,8 @@ def position_notes(command: TrainingCommand, config: Config, parts: Sequence[Par
     for part in parts:
         limit = positions_of(part.hf)
         if limit is not None and longest > limit:
-            why = f"the model is made for {limit} positions; sequences have up to {longest} tokens ({key})"
+            why = f"the model is made for {limit} positions; sequences have up to {longest} tokens ({key}); "
+            why += f"make that {limit}, or stretch the positions (rope_scaling of config.json)"
             noted.setdefault(part.model.path, f"{part.key('model.path')}: {why}")
     return list(noted.values())
 

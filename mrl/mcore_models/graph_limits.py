@@ -82,7 +82,7 @@ def check_model(
     """
     if engine.micro_batch.pad:
         if not packed:
-            _refuse("needs packed micro-batches", "set packing to true, or leave this out", PAD)
+            _refuse("needs packed micro-batches", "set data.packing to true, or leave this out", PAD)
         places = userbuffers.places_of(engine, dims)
         if places is not None and longest > places:
             why = f"is less than {longest} ({key}), and with {PAD} no micro-batch can have more"

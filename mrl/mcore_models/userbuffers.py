@@ -129,7 +129,7 @@ def check_model(
     if dims.tp not in RANKS:
         _refuse(f"is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is {dims.tp}", "set one of them there")
     if not packed:
-        _refuse("needs packed micro-batches, of one size each", "set packing to true, or leave this out")
+        _refuse("needs packed micro-batches, of one size each", "set data.packing to true, or leave this out")
     if fields.get("multi_latent_attention"):
         _refuse("is not for latent attention: most of its linear layers have no buffer", "leave it out")
     if fields["hidden_size"] % COLUMNS:

@@ -102,8 +102,8 @@ def _row_value(name: str) -> Callable[[Sample], Any]:
     def get(sample: Sample) -> Any:
         if name not in sample.row:
             raise MissingFields(
-                f"the row has no field {name!r}; add it, rename one with data.columns, or give the parameter a default; it "
-                f"has {', '.join(sample.row) or 'none'}"
+                f"the row has no field {name!r}; add it, rename one with data.columns, or give a default; "
+                f"it has {', '.join(sample.row) or 'none'}"
             )
         return sample.row[name]
 
@@ -269,7 +269,7 @@ class RewardCall:
             elif parameter.default is _EMPTY:
                 raise MissingFields(
                     f"the rows have no field {parameter.name!r}, which the function names; add it, rename one with "
-                    f"data.columns, or give the parameter a default; they have {', '.join(fields) or 'none'}"
+                    f"data.columns, or give a default; they have {', '.join(fields) or 'none'}"
                 )
         if self._rest:
             getters, named = self.form.getters, {_plain(p.name) for p in self._known}

@@ -38,9 +38,9 @@ def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int
     if rows is None:
         console.say(f"data.train: a stream; {length}")
         return
-    console.say(
-        f"data.train: {pluralize(rows, 'row')}; {length}, which are {pluralize(round(steps / per_epoch, 2), 'epoch')}"
-    )
+    epochs = steps / per_epoch
+    epochs = round(epochs, 2) if epochs >= 0.1 else float(f"{epochs:.2g}")
+    console.say(f"data.train: {pluralize(rows, 'row')}; {length}, which are {pluralize(epochs, 'epoch')}")
 
 
 def say_model(console: Console, role: str, engine: BaseEngine) -> None:

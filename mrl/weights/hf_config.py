@@ -31,7 +31,7 @@ def reads_images(hf_config: Mapping[str, Any]) -> bool:
     return hf_config.get("model_type") in VISION_LANGUAGE
 
 
-def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
+def vocab_size_of(hf_config: Mapping[str, Any]) -> int | None:
     """Returns the rows of the embedding. A model that reads more than text has them in its text part."""
     return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
 

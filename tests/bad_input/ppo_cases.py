@@ -51,6 +51,7 @@ CASES = [
     Case("no second function", "rewards.functions[1].function", ("score.py:f",), ("rewards.functions=[{name: gsm8k}, {function: 'score.py:f'}]",), file("score.py", "")),
     # Rollout.
     Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
+    Case("a stop token that no model has", "rollout.stop_tokens", ("value 256 is no token of the model", "vocab_size 256"), ("rollout.stop_tokens=[255, 256]",)),
     Case("nobody to sample ahead", "rollout.async_level", ("needs servers", "rollout.server.urls"), ("rollout.async_level=1",)),
     Case("ranks of another backend", "rollout.ranks", ("value 1", "rollout.backend is vllm", "native"), (*AHEAD, "rollout.ranks=1")),
     Case("ranks that wait", "rollout.async_level", ("value 0", "rollout.ranks", "set it to 1"), ("rollout.ranks=1",)),

@@ -11,7 +11,7 @@ from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.preference_losses import ROWS
-from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, path_keys
+from mrl.config.resume import ABSENT, NEW_LENGTH, OF_ROWS, Change, changed_keys, check_resume, may_change, path_keys
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import PPO_BASE, base, merged
@@ -60,9 +60,7 @@ def test_after_a_row_that_was_too_long_the_limit_may_rise_and_rows_may_be_droppe
     ):
         assert len(check_resume(old, make(data=data))) == changes
     [change] = check_resume(old, make(data={limit: 64, "truncation": "drop"}))
-    assert str(change).startswith(
-        'data.truncation: "error" at the save, "drop" now (with train.epochs the run is as long'
-    )
+    assert str(change).startswith('data.truncation: "error" at the save, "drop" now')
     for saved, data, key in (
         ({limit: 64}, {limit: 63}, limit),
         ({limit: 64}, {limit: 63, "truncation": "drop"}, limit),
@@ -154,6 +152,24 @@ def test_what_a_key_says_of_a_change_holds_of_all_below_it(root):
 
 def plain_ppo(**sections: object) -> dict:
     return to_dict(from_dict(merged(PPO_BASE, sections), PPOConfig))
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "truncation", "of_steps", "of_rows"),
+    [
+        (plain, {"train": {"steps": 10}}, "drop", NEW_LENGTH, ""),
+        (plain, {"train": {"steps": None}}, "drop", NEW_LENGTH, f"{OF_ROWS}, and so is the schedule"),
+        (plain, {"train": {"steps": None}}, "left", NEW_LENGTH, ""),
+        (plain, {"train": {"steps": None}, "optimizer": {"schedule": "constant"}}, "drop", "", OF_ROWS),
+        (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "grpo"}}, "drop", "", ""),
+        (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "ppo"}}, "drop", NEW_LENGTH, ""),
+    ],
+)  # fmt: skip
+def test_what_a_change_changes_too_is_said_where_it_does(make, keys, truncation, of_steps, of_rows):
+    old, new = make(**keys), make(**keys, data={"truncation": truncation})
+    old["train"]["epochs"], new["train"]["epochs"] = 1.0, 2.0
+    effects = {change.key: change.effect for change in check_resume(old, new)}
+    assert effects == {"train.epochs": of_steps, "data.truncation": of_rows}
 
 
 def test_ppo_layouts_of_every_role_and_what_moved_may_change():

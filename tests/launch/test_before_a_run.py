@@ -53,6 +53,7 @@ def test_a_model_of_fewer_positions_is_said_once(folder):
     why = "the model is made for 128 positions; sequences have up to {} tokens (data.max_prompt_length 100 + "
     said = dry_run_of_ppo(*given).stdout
     assert said.count(why.format(129)) == 1 and f"# actor.model.path: {why.format(129)}" in said, said
+    assert "make that 128, or stretch the positions (rope_scaling of config.json)" in said
     assert "is made for" not in dry_run_of_ppo(given[0], "rollout.max_new_tokens=28").stdout
     set_other_model("other", max_position_embeddings=64)(Workspace(folder))
     said = dry_run_of_ppo(given[0], "rollout.max_new_tokens=28", "reference.model.path=other").stdout

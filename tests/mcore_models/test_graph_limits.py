@@ -18,9 +18,10 @@ from mrl.config.schema import (
 )
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp.checks import FSDPChecks
-from mrl.engine.megatron.checks import MegatronChecks
+from mrl.engine.megatron.checks import MegatronChecks, choice_lines
 from mrl.errors import ConfigError
 from mrl.mcore_models import graph_limits
+from mrl.mcore_models.layer_spec import LayerSpec
 from mrl.ops import devices
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
@@ -95,6 +96,16 @@ def refused(said, family, dims, engine=None, **changes):
     model = tiny.config_of(family, **changes).to_dict()
     with pytest.raises(ConfigError, match="^" + re.escape(said)):
         MegatronChecks.check_model(config, dims, model, SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "says"),
+    [("cuda", False, "a GPU replays"), ("auto", True, "a GPU replays"), ("auto", False, "on a CPU nothing is captured"), ("cpu", True, "on a CPU nothing is captured")],
+)  # fmt: skip
+def test_on_a_cpu_nothing_is_captured(device, has_gpu, says, monkeypatch):
+    monkeypatch.setattr(devices, "has_gpu", lambda: has_gpu)
+    engine = EngineConfig(micro_batch=PADDED, cuda_graphs=True, device=device)
+    assert f"engine.cuda_graphs: {says}" in choice_lines(LayerSpec("local", "given"), engine, {})[-1]
 
 
 def test_what_is_captured_passes():

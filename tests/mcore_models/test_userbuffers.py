@@ -85,7 +85,7 @@ def test_models_layouts_and_sequences_that_have_not():
         ({"dims": ParallelDims(2)}, "is for tensor parallelism, and engine.parallel.tp is 1; leave it out, or set .*"),
         ({"dims": ParallelDims(2, tp=2)}, "overlaps what sequence parallelism sends; leave engine.parallel.sp at auto, .*"),
         ({"dims": ParallelDims(6, tp=3, sp=True)}, "is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is 3; set one of them there"),
-        ({"packed": False}, "needs packed micro-batches, of one size each; set packing to true, or leave this out"),
+        ({"packed": False}, "needs packed micro-batches, of one size each; set data.packing to true, or leave this out"),
         ({"fields": fields_of(normalize(COMMON | MODELS["deepseek-ai/DeepSeek-V3"]))}, "is not for latent attention: .*; leave it out"),
         ({"fields": DENSE | {"hidden_size": 80}}, "takes hidden sizes that are multiples of 32, and 80 is none; leave it out"),
     ]  # fmt: skip

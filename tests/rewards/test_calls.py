@@ -85,9 +85,9 @@ def test_a_function_gets_what_it_names(function, samples, expected):
 @pytest.mark.parametrize(
     ("function", "row", "message"),
     [
-        (lambda data_source, solution_str, ground_truth: 0, {"ground_truth": 1}, "the row has no field 'data_source'; add it, rename one with data.columns, or give the parameter a default; it has ground_truth"),
+        (lambda data_source, solution_str, ground_truth: 0, {"ground_truth": 1}, "the row has no field 'data_source'; add it, rename one with data.columns, or give a default; it has ground_truth"),
         (lambda solution_str, ground_truth: 0, {"answer": 1}, "the row has no ground_truth, nor reward_model.ground_truth; rename a field with data.columns"),
-        (lambda completions, solution: 0, {"answer": 1}, "the rows have no field 'solution', which the function names; add it, rename one with data.columns, or give the parameter a default; they have answer"),
+        (lambda completions, solution: 0, {"answer": 1}, "the rows have no field 'solution', which the function names; add it, rename one with data.columns, or give a default; they have answer"),
     ],
 )  # fmt: skip
 def test_a_row_that_lacks_what_a_function_names(function, row, message):

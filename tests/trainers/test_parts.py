@@ -9,6 +9,7 @@ import pathlib
 import re
 import signal
 import time
+import types
 
 import pytest
 
@@ -23,6 +24,7 @@ from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 from mrl.trainers import console, waits
 from mrl.trainers.common import say_left_out
+from mrl.trainers.opening import say_length
 from mrl.trainers.rl.show import is_due, table
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
@@ -32,6 +34,16 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 
 
 # ------------------------------------------------------------------------------------------------------------- console
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs"), [(1, "0.0036 epochs"), (50, "0.18 epochs"), (281, "1 epoch"), (900, "3.2 epochs"), (9000, "32.03 epochs")]
+)  # fmt: skip
+def test_the_length_of_a_run_has_two_digits(steps, epochs):
+    said = []
+    shows = types.SimpleNamespace(say=said.append)
+    say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
+    assert said[0].endswith(f"of 32 samples, which are {epochs}")
 
 
 OF_RL = (

@@ -116,10 +116,10 @@ def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any
             f"({engine.micro_batch.tokens}), in evaluations and log-probs too (docs/training-graphs.md)"
         )
     if engine.cuda_graphs:
-        lines.append(
-            "engine.cuda_graphs: a GPU replays the layers as CUDA graphs in training; none has run it "
-            "(docs/training-graphs.md)"
-        )
+        on_gpu = engine.device == "cuda" or (engine.device == "auto" and devices.has_gpu())
+        what = "a GPU replays the layers as CUDA graphs in training; none has run it"
+        what = what if on_gpu else "on a CPU nothing is captured, and layers run as without it"
+        lines.append(f"engine.cuda_graphs: {what} (docs/training-graphs.md)")
     if engine.recompute == "selective":
         modules = recompute_modules(fields, engine.recompute_modules, layer_spec=spec.name)
         lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
