@@ -307,6 +307,7 @@ REFUSED = {
     "keys of rows": (("--prompt", "x", "data.columns={a: b}"), "data.columns: value {\"a\": \"b\"} is not used without a file of rows"),
     "rows as a key": (("--prompt", "x", "data.eval=long.jsonl"), 'data.eval: value "long.jsonl" has no effect here; give rows with --prompts'),
     "graphs of the other engine": (("--prompt", "x", "engine.backend=fsdp", "rollout.cuda_graphs=true"), "rollout.cuda_graphs: value true is not for engine.backend fsdp"),
+    "a stop token beyond the vocabulary": (("--prompt", "x", "rollout.stop_tokens=[9999]"), "rollout.stop_tokens: value 9999 is no token of the model"),
     "a mixture": (("--prompts", "long.jsonl", "data.mix_by=tokens"), "data.mix_by: value \"tokens\" is not used here: rows are of one path"),
     "an order": (("--prompts", "long.jsonl", "data.shuffle=false"), "data.shuffle: value false is not used here: rows are taken in their order"),
 }  # fmt: skip
