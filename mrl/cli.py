@@ -130,10 +130,11 @@ class _Main(click.Group):
 
 def _end_for_usage(ctx: click.Context, error: click.UsageError) -> NoReturn:
     """Says what is wrong in the words of a command line, in one line. `mrl` alone prints its help."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        raise error
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.1 has none, and prints help
+        raise
     of = error.ctx.command_path if error.ctx is not None else " ".join(["mrl", *filter(None, [ctx.invoked_subcommand])])
-    line = f"{error.format_message().rstrip('.?')}; see {of} --help"
+    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", error.format_message().rstrip("."))
+    line = f"{message}; see {of} --help"
     say(line)
     ending.record(os.environ, EXIT_USER_ERROR, line)
     raise click.exceptions.Exit(EXIT_USER_ERROR)
@@ -192,7 +193,7 @@ def _broken(name: str, error: ConfigError) -> click.Command:
     """Returns a placeholder for the command of a broken package. The others are listed and run all the same."""
 
     def run() -> None:
-        raise error
+        raise
 
     anything: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
     return click.Command(name, callback=run, help=f"{error.why}.", context_settings=anything, add_help_option=False)

@@ -2,7 +2,7 @@
 
 A table is text. A line that begins with blanks continues the one before, and `#` begins a comment. A row is
 
-    THEIRS -> OURS OURS | values V=W V | default V | when KEY | times KEY | of COMMAND | note TEXT
+    THEIRS -> OURS OURS | values V=W V | default V | when KEY | on KEY | times KEY | of COMMAND | note TEXT
 
 No key of ours means that nothing here stands for theirs. `a.{b c}.d` stands for `a.b.d` and `a.c.d`. `Row` has the
 meaning of each part. A value is JSON, or else text. `V` alone is `V=V`, and `*` is any other value. The words `unset`,
@@ -35,6 +35,7 @@ class Row:
     where the value is kept. Without entries it is kept."""
     times: str = ""  # their key of a number that the value is multiplied with, as prompts are with samples
     when: str = ""  # their key that has to be true, or, after `not `, false, for this one to mean anything
+    on: str = ""  # their key that is true unless the file says otherwise, and has to be
     default: Any = None  # theirs where the file has none, written out where ours differs
     of: tuple[str, ...] = ()  # commands of ours that it is for; () for all
 

@@ -183,8 +183,6 @@ class Change:
 def _effect(key: str, pair: tuple[Any, Any], new: Mapping[str, Any]) -> str:
     """Returns what else the change of a key changes, in words; "" for nothing. new: the config of the resume."""
     optimizers = [_at(new, "optimizer"), _at(new, "actor", "optimizer")]
-    if (_at(new, "algorithm") or {}).get("name") == "ppo":
-        optimizers.append(_at(new, "critic", "optimizer"))
     follows = any(optimizer and optimizer.get("schedule") != "constant" for optimizer in optimizers)
     if key in ("train.steps", "train.epochs") and follows:
         return NEW_LENGTH

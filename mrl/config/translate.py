@@ -123,12 +123,17 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
         if ours is None:
             continue
         value = given.get(row.theirs)
-        if value is not None:
+        is_null = value is None and row.theirs in given and None in row.values  # which means something there
+        if value is not None or is_null:
             used.add(row.theirs)
         elif all(value_at(made.ours, key) is None for key in ours):
             value = row.default
-        is_read = _holds(row.when, given) and (has_critic or not row.theirs.startswith("critic."))
-        if value is None or not is_read:
+        is_read = (
+            _holds(row.when, given)
+            and given.get(row.on) is not False
+            and (has_critic or not row.theirs.startswith("critic."))
+        )
+        if (value is None and not is_null) or not is_read:
             continue
         try:
             value = _value(row, value, given, trainer)
@@ -169,8 +174,8 @@ def _value(row: Row, value: Any, given: Mapping[str, Any], trainer: Trainer) -> 
     if isinstance(value, str) and "${" in value:
         raise KeyError(value)
     if row.values:
-        plain = value if isinstance(value, str | int | float | bool) else None
-        translated = row.values[plain] if plain in row.values else row.values["*"]
+        is_plain = value is None or isinstance(value, str | int | float | bool)
+        translated = row.values[value] if is_plain and value in row.values else row.values["*"]
         if translated is KeyError:
             raise KeyError(value)
         value = value if translated is ... else translated

@@ -209,10 +209,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         `hf_gradients` or the next `forward_backward_step` that trains.
         """
 
-    @property
-    def holds_several_models(self) -> bool:
-        """Whether it has `trained_state`, by which `mrl serve` exchanges the models that it holds."""
-        return type(self).trained_state is not BaseEngine.trained_state
+    @classmethod
+    def holds_several_models(cls) -> bool:
+        """Returns whether it has `trained_state`, by which `mrl serve` exchanges the models that it holds."""
+        return cls.trained_state is not BaseEngine.trained_state
 
     def trained_state(self) -> TrainedState:
         """Returns a copy, in host memory, of what trains: parameters, the optimizer's state, accumulated gradients.

@@ -95,6 +95,15 @@ def needed_processes(parts: Sequence[Part]) -> int:
     return math.lcm(*(smallest_world(part.engine.parallel) * part.engine.fsdp.replicate for part in parts))
 
 
+def processes_that_train(command: TrainingCommand, config: Config, world_size: int) -> int:
+    """Returns how many of a run's processes train. Raises ConfigError if none do."""
+    beside = command.processes_beside(config)
+    if beside >= world_size:
+        why = f"leaves none of the {world_size} processes to the trainer"
+        raise ConfigError("rollout.ranks", beside, why, "start more processes, or give fewer ranks")
+    return world_size - beside
+
+
 def check_layout(
     command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int, *, here: bool = True
 ) -> list[ParallelDims]:
@@ -104,10 +113,7 @@ def check_layout(
     """
     made = []
     beside = command.processes_beside(config)
-    if beside >= world_size:
-        why = f"leaves none of the {world_size} processes to the trainer"
-        raise ConfigError("rollout.ranks", beside, why, "start more processes, or give fewer ranks")
-    world_size -= beside
+    world_size = processes_that_train(command, config, world_size)
     for part in parts:
         with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)

@@ -28,7 +28,7 @@ from mrl.config.serve_checks import KEY, secret_of_clients
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
-from mrl.engine.registry import build_engine
+from mrl.engine.registry import build_engine, engine_class
 from mrl.errors import ConfigError, Stopped, UserError
 from mrl.serve import operations as ops
 from mrl.serve import suspended
@@ -67,6 +67,9 @@ def run(config: ServeConfig, command_line: str = "") -> None:
     directory = RunDirectory(pathlib.Path(config.output_dir))
     lock = RunLock(directory.path)
     keys = config.serve
+    if not engine_class(config.engine.backend).holds_several_models():
+        why = "holds one model, and mrl serve has several"
+        raise ConfigError("engine.backend", config.engine.backend, why, "give megatron or fsdp")
     with (
         contextlib.ExitStack() as closing,
         contextlib.closing(open_console(config.log.console, enabled=is_main(), every=config.log.every)) as console,
@@ -77,9 +80,6 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         vocab_size, vision = vocab_size_of(hf_config), load_vision(folder, hf_config)
         tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None)
         engine = build_engine(role_config(config, folder))
-        if not engine.holds_several_models:
-            why = "holds one model, and mrl serve has several"
-            raise ConfigError("engine.backend", config.engine.backend, why, "give megatron or fsdp")
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: used_folder.refuse_foreign(directory.path))

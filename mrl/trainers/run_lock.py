@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import socket
+import stat
 import time
 
 from filelock import FileLock, Timeout
@@ -28,6 +29,14 @@ def refuse_if_in_use(output_dir: pathlib.Path) -> None:
         lock = RunLock(output_dir)
         lock.acquire()
         lock.release()
+
+
+def _is_no_folder(path: pathlib.Path) -> bool:
+    """Returns whether something else has the name, as a link that leads nowhere does."""
+    with contextlib.suppress(OSError):
+        mode = os.lstat(path).st_mode
+        return not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and path.is_dir()))
+    return False
 
 
 class RunLock:
@@ -61,7 +70,7 @@ class RunLock:
                 raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from None
             except (FileNotFoundError, FileExistsError) as error:
                 # A run that ended has just removed the folder, or none can be made there: mkdir raises either.
-                if self.output_dir.is_file() or time.monotonic() > deadline:
+                if _is_no_folder(self.output_dir) or time.monotonic() > deadline:
                     raise unwritable(str(self.output_dir), self.output_dir, error) from error
                 time.sleep(POLL_S)
             except OSError as error:

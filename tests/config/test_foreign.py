@@ -169,9 +169,9 @@ gradient_checkpointing_kwargs: {use_reentrant: false}
             "model_name_or_path: m\nnum_generations: 8\nuse_vllm: true\nvllm_importance_sampling_clip_min: 0.5\n", "ppo",
             {
                 "algorithm.correction": "mask", "algorithm.correction_level": "sequence", "algorithm.correction_cap": 3.0,
-                "algorithm.correction_floor": 0.5, "actor.optimizer.lr": 1e-6, "actor.optimizer.betas": [0.9, 0.999],
+                "actor.optimizer.lr": 1e-6, "actor.optimizer.betas": [0.9, 0.999],
             },
-            (), ("train.global_batch_size: is missing",),
+            (), ("train.global_batch_size: is missing", "clip_min: 0.5: give algorithm.correction_floor (of mask alone here)"),
             {"data.train": "a", "rewards.functions": [{"name": "gsm8k"}], "train.global_batch_size": 8, "output_dir": "o"},
         ),
         ("data: {train_batch_size: 8, train_files: a}\nmodel: {path: m}\noptim: {lr: 1e-5}\ntrainer: {default_local_dir: o}",
@@ -196,6 +196,28 @@ def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     assert all(line.startswith("mrl: not translated: ") for line in lines)
     assert all(any(part in line for line in lines) for part in left), lines
     from_dict(nested(dotted(made) | needed), roots()[command])
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "left"),
+    [
+        ("vllm_importance_sampling_correction: false", {"correction": "none"}, ()),
+        (
+            "vllm_importance_sampling_mode: token_truncate\nvllm_importance_sampling_clip_max: null",
+            {"correction": "truncate", "correction_level": "token"},
+            ("vllm_importance_sampling_clip_max: null: give algorithm.correction_cap (null is no bound there)",),
+        ),
+        ("use_vllm: false", {}, ()),
+    ],
+)
+def test_the_correction_of_trl_is_ours(tmp_path, keys, ours, left):
+    text = f"model_name_or_path: m\nnum_generations: 8\n{'' if 'use_vllm' in keys else 'use_vllm: true'}\n{keys}\n"
+    (tmp_path / "theirs.yaml").write_text(text)
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    made = yaml.safe_load(done.stdout)["algorithm"]
+    assert {key: value for key, value in made.items() if key.startswith("correction")} == ours
+    lines = [line for line in done.stderr.splitlines() if "vllm" in line]
+    assert lines == [f"mrl: not translated: {one}" for one in left]
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ ON_GPUS = (
         "trainers/run_lock.py",
         "trainers/test_run_lock.py",
         ("except (FileNotFoundError, FileExistsError) as error:", "except FileNotFoundError as error:"),
-        ("if self.output_dir.is_file() or time", "if time"),
+        ("if _is_no_folder(self.output_dir) or time", "if time"),
     ),
     *_of(
         "trainers/used_folder.py",

@@ -135,6 +135,8 @@ class RealServer:
         return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
 
     def kill(self) -> None:
+        if self.process.poll() is not None:  # by itself: a test that fails for it shows what the server said
+            print(f"{self.url} has ended with {self.process.returncode}:\n{self.log.read_text()[-8000:]}")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
