@@ -193,7 +193,7 @@ def _broken(name: str, error: ConfigError) -> click.Command:
     """Returns a placeholder for the command of a broken package. The others are listed and run all the same."""
 
     def run() -> None:
-        raise
+        raise error
 
     anything: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
     return click.Command(name, callback=run, help=f"{error.why}.", context_settings=anything, add_help_option=False)

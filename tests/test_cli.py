@@ -118,7 +118,7 @@ def test_a_command_of_another_trainer_is_told_ours():
         assert refused.exit_code == 2 and refused.stderr == (
             f"mrl: mrl {name}: {algorithm} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={algorithm}\n"
         )
-    assert "No such command 'pppo'. Did you mean 'ppo'?" in invoke("pppo").stderr
+    assert "No such command 'pppo' (did you mean 'ppo'?)" in invoke("pppo").stderr
     assert "No such command 'unheard'" in invoke("unheard").stderr
 
 

@@ -81,21 +81,27 @@ def resumed_yaml(config: Config) -> tuple[Path, Mapping[str, Any]] | None:
     return None
 
 
+def leaves_backend_open(config: Any) -> bool:
+    """Returns whether what samples is `auto`. Not all commands sample."""
+    return getattr(config, "rollout", None) is not None and config.rollout.backend == "auto"
+
+
 def with_backend(command: TrainingCommand, config: C, sees_gpu: Callable[[], bool]) -> tuple[C, list[str]]:
     """Returns the config with what samples in place of `auto`, and a line on why. It has keys of what samples alone.
 
     A resume takes that of its run. sees_gpu: whether this process does; called if all else is there for vLLM.
     """
-    rollout = getattr(config, "rollout", None)
-    if rollout is None or rollout.backend != "auto":
+    if not leaves_backend_open(config):
         return config, []
     saved = resumed_yaml(config)
-    if saved is not None and value_at(saved[1], BACKEND) in ("native", "vllm"):
-        name, why = value_at(saved[1], BACKEND), f"as in {saved[0]}"
-    else:
-        lacking = _lacks_for_vllm(command, config, sees_gpu)
-        name, why = ("vllm", "as all that it needs is here") if lacking is None else ("native", f"because {lacking}")
-    return _sampled_by(config, name), [f"{BACKEND}: auto is {name}, {why}"]
+    if saved is not None and not value_at(saved[1], "rollout.server.urls"):
+        name = value_at(saved[1], BACKEND)
+        with contextlib.suppress(ConfigError):  # keys that another run had not
+            if name in ("native", "vllm"):
+                return sampled_by(config, name), [f"{BACKEND}: auto is {name}, as in {saved[0]}"]
+    lacking = _lacks_for_vllm(command, config, sees_gpu)
+    name, why = ("vllm", "as all that it needs is here") if lacking is None else ("native", f"because {lacking}")
+    return sampled_by(config, name), [f"{BACKEND}: auto is {name}, {why}"]
 
 
 def _lacks_for_vllm(command: TrainingCommand, config: Config, sees_gpu: Callable[[], bool]) -> str | None:
@@ -108,14 +114,18 @@ def _lacks_for_vllm(command: TrainingCommand, config: Config, sees_gpu: Callable
     outside = vllm_start.untested(version, vllm_start.TESTED, "here")
     if outside is not None:
         return outside.removeprefix(f"{BACKEND}: ")
+    if vllm_start.is_for_cpus():
+        return "vLLM here is a build for CPUs"
     try:
-        _sampled_by(config, "vllm")
+        from mrl.rollout.vllm import check_sampling  # it imports torch
+
+        check_sampling(sampled_by(config, "vllm").rollout)
     except ConfigError as error:
         return first_line(error)
     return None if sees_gpu() else "torch sees no GPU"
 
 
-def _sampled_by(config: Any, backend: str) -> Any:
+def sampled_by(config: Any, backend: str) -> Any:
     """Returns the config with a backend, and the defaults of keys that the other one alone reads."""
     unread = [f"rollout.{name}" for name in NATIVE_ONLY]
     if backend == "native":

@@ -132,6 +132,8 @@ def _planned(
         config = load()
         preflight.check_engines(command, config)
         config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserved)
+        if automatic.leaves_backend_open(config):
+            notes = [*notes, f"{automatic.BACKEND}: auto is planned as native; a run may choose vllm"]
         made, timed = planned(config), []
         if calibrate:
             from mrl.plan import calibrating

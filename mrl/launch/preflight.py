@@ -111,9 +111,7 @@ def check_layout(
 
     here: the run is to be on this machine, whose GPUs and packages are then looked at too.
     """
-    made = []
-    beside = command.processes_beside(config)
-    world_size = processes_that_train(command, config, world_size)
+    made, world_size = [], processes_that_train(command, config, world_size)
     for part in parts:
         with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
@@ -130,7 +128,8 @@ def check_layout(
         with command.rewrite_error_keys(config, part.role):
             longest, key = command.longest(config)
             sequences = Sequences(longest, key, packed=command.packing(config), generated=True)
-            check_part(part, parallel_dims(part.engine.parallel, beside), sequences, here=here)
+            dims = parallel_dims(part.engine.parallel, command.processes_beside(config))
+            check_part(part, dims, sequences, here=here)
     return made
 
 

@@ -45,11 +45,11 @@ def start(
     Returns 1 if a rank ended by a fault of mrl, after printing it.
     """
     joined = joined_world(os.environ)
-    config = load_config(config_path, overrides, command.root)
+    given = config = load_config(config_path, overrides, command.root)
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
-    config, chosen = automatic.with_backend(command, config, lambda: bool(_gpus()))
+    config, chosen = automatic.with_backend(command, config, _sees_gpu)
     saved = preflight.check_used(command, config)
     auto = [automatic.BACKEND] * len(chosen) + automatic.auto_keys(config)
     config, kept = automatic.with_saved(command, config)
@@ -72,7 +72,7 @@ def start(
     if dry_run:
         _show(command, config, parts, layouts, world_size, saved)
         for line in chosen:
-            print(f"# {line}", flush=True)
+            print(f"# {line} (as it is here)", flush=True)
         return None
     if _has_vllm_inside(config):
         vllm_start.check_version(vllm_start.installed())
@@ -87,7 +87,7 @@ def start(
     if joined is not None:
         join(joined)
     with announce("choosing what is auto", shows=shows):
-        config, lines, _store = _numbers_of_rank_0(command, config, auto, world_size, joined)
+        config, lines, _store = _auto_of_rank_0(command, config, given, auto, world_size, joined)
     for line in (*kept, *lines) if shows else ():
         print(line, flush=True)
     if joined is not None:
@@ -117,13 +117,13 @@ def _show(
         print(f"# memory: {memory}", flush=True)
 
 
-def _numbers_of_rank_0(
-    command: TrainingCommand, config: C, auto: Sequence[str], world_size: int, joined: JoinedWorld | None
+def _auto_of_rank_0(
+    command: TrainingCommand, config: C, given: C, auto: Sequence[str], world_size: int, joined: JoinedWorld | None
 ) -> tuple[C, list[str], Any]:
-    """Returns the config with a number for each `auto`, lines about them, and a store to keep until the run ends.
+    """Returns the config without `auto`, lines about its numbers, and a store to keep until the run ends.
 
-    Rank 0 of another launcher chooses, and the others take its numbers: their GPUs or their view of config.yaml may
-    differ. auto: the keys that were `auto` on all ranks, with or without saved numbers.
+    Rank 0 of another launcher chooses, and the others take what it chose: their GPUs or their view of config.yaml may
+    differ. auto: the keys that were `auto` on this rank. given: the config before what samples was chosen here.
     """
 
     def chosen() -> tuple[C, list[str]]:
@@ -154,6 +154,8 @@ def _numbers_of_rank_0(
     if isinstance(answer, str):
         store.set(_read_by(joined.rank), "")
         raise UserError(f"rank 0 could not choose what is auto: {answer}")
+    if joined.rank and (backend := answer.get(automatic.BACKEND)) is not None:
+        config = automatic.sampled_by(given, backend)
     return automatic.replaced(config, answer), lines, store
 
 
@@ -198,6 +200,12 @@ def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | 
     from mrl.launch import planning
 
     return planning.verdict(command, config, world_size, card)[1]
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 0  # without beginning to use one
 
 
 def _gpus() -> list[GPU]:

@@ -113,9 +113,18 @@ def plan_role(
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
-    # at most a micro-batch's activations, of layers alone; pp is 1
-    pool = sum(chunk.saved for stage in trained for chunk in stage.chunks) if config.engine.cuda_graphs else 0
+    pool = sum(_graph_pool(stage, config, spec) for stage in trained) if config.engine.cuda_graphs else 0  # pp is 1
     return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling, graph_pool=pool)
+
+
+def _graph_pool(stage: RankFigures, config: RoleConfig, spec: str) -> int:
+    """Returns at most what graphs of training keep: a micro-batch's activations, and gradients of weights.
+
+    A capture has all gradients at once (mcore_models/train_graphs.py). te's fused ones go into megatron's buffers.
+    """
+    fused = spec == "te" and config.engine.megatron.get("gradient_accumulation_fusion", True)
+    gradients = 0 if fused else stage.trained_parameters * stage.dtype_bytes
+    return sum(chunk.saved for chunk in stage.chunks) + gradients
 
 
 def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, int] | None) -> RoleConfig:

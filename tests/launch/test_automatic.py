@@ -10,10 +10,12 @@ import os
 import pathlib
 import shutil
 import socket
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from mrl.commands.ppo import PPO
@@ -21,8 +23,9 @@ from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.engine import atomic_checkpoint
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, gpu_variables, planning, preflight, start
+from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
 from mrl.trainers.run_directory import RunDirectory
 from tests.config.test_load import merged
@@ -150,6 +153,13 @@ def of_backend(inputs: pathlib.Path, folder: pathlib.Path, *words: str) -> PPOCo
             "because mrl is tested with vLLM 0.26 to 0.32, and the one here is of an unknown version",
         ),
         ([], "0.32.0", 0, "native", "because torch sees no GPU"),
+        (
+            ["rollout.temperature=0.7", "rollout.top_k=20"],
+            "0.32.0",
+            8,
+            "native",
+            "because rollout.temperature: value 0.7 with",
+        ),
         (["actor.engine.batch_invariant=true"], "0.32.0", 8, "native", "because actor.engine.batch_invariant: "),
         (["rollout.ranks=2", "rollout.async_level=1"], "0.32.0", 8, "native", "because rollout.ranks: "),
         ([], "0.32.0", 8, "vllm", "as all that it needs is here"),
@@ -180,7 +190,59 @@ def test_a_resume_keeps_what_samples_whatever_is_installed_now(inputs, tmp_path,
         pathlib.Path(path, "weights").write_text("w")
     kept, lines = automatic.with_backend(PPO(), config, lambda: True)
     assert kept == made and lines == [f"rollout.backend: auto is vllm, as in {tmp_path / 'run' / 'config.yaml'}"]
+    moved = [
+        f"output_dir={tmp_path / 'new'}",
+        f"checkpoint.resume={tmp_path / 'run' / 'checkpoints'}",
+        "rollout.ranks=2",
+    ]
+    elsewhere = of_backend(inputs, tmp_path, *moved, "rollout.async_level=1")
+    assert automatic.with_backend(PPO(), elsewhere, lambda: True)[0].rollout.backend == "native", (
+        "ranks are of it alone"
+    )
     assert "after step 1" in str(preflight.check_used(PPO(), kept)), "no changed key"
+
+
+def meeting(monkeypatch, config, given, **chosen) -> list:
+    """What two ranks of another launcher have of `auto`: a config, or what rank 0 and its reader raised. chosen: keys, by rank."""
+    shared, found, order = dist.HashStore(), {}, []
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
+
+    def join(rank: int) -> None:
+        joined = JoinedWorld("torchrun", rank, 2, {})
+        try:
+            found[rank] = start._auto_of_rank_0(PPO(), config[rank], given, [automatic.BACKEND], 2, joined)[0]
+        except UserError as error:
+            found[rank] = error
+        order.append(rank)
+
+    threads = [threading.Thread(target=join, args=(0,)), threading.Thread(target=join, args=(1,))]
+    threads[0].start()
+    time.sleep(chosen.get("late_s", 0))
+    threads[1].start()
+    [thread.join(60) for thread in threads]
+    return [found[0], found[1], order]
+
+
+@pytest.mark.parametrize(("first", "second"), [("native", "vllm"), ("vllm", "native")])
+def test_ranks_sample_as_the_first_one_chose(inputs, tmp_path, monkeypatch, first, second):
+    """Whatever each saw, with its keys of what samples."""
+    numbers = ("rollout.server.tp=2", "rollout.cache_tokens=5000", "actor.engine.micro_batch.tokens=64")
+    given = of_backend(inputs, tmp_path, *numbers)
+    configs = [automatic.sampled_by(given, name) for name in (first, second)]
+    assert meeting(monkeypatch, configs, given)[:2] == [configs[0], configs[0]] and configs[0] != configs[1]
+
+
+def test_a_first_rank_that_fails_waits_until_the_others_have_read_why(inputs, tmp_path, monkeypatch):
+    given = of_backend(inputs, tmp_path)
+
+    def fail(*_):
+        raise UserError("no such GPU")
+
+    monkeypatch.setattr(planning, "resolve_auto", fail)
+    config = automatic.sampled_by(given, "native")  # whose numbers are auto
+    first, second, order = meeting(monkeypatch, [config, config], given, late_s=1)
+    assert str(first) == "no such GPU" and str(second) == "rank 0 could not choose what is auto: no such GPU"
+    assert order == [1, 0], "the store ends with the first"
 
 
 @pytest.mark.parametrize("key", ["urls=[http://h:1]", "handover=disk", "lora=adapter", "concurrency=3"])

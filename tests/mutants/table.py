@@ -318,10 +318,21 @@ ON_GPUS = (
         "launch/automatic.py",
         "launch/test_automatic.py::test_what_samples_is_chosen_by_what_is_here",
         ('if "cpu" in preflight.devices(command, config):', "if False:"),
+        ('check_sampling(sampled_by(config, "vllm").rollout)', 'sampled_by(config, "vllm")'),
         ("if outside is not None:", "if False:"),
         ('return None if sees_gpu() else "torch sees no GPU"', "return None"),
         ("unread = [] if config.rollout.ranks else [f", "unread = [f"),
         ("replaced(config, defaults | {BACKEND: backend})", "replaced(config, {BACKEND: backend})"),
+    ),
+    *_of(
+        "launch/start.py",
+        "launch/test_automatic.py::test_ranks_sample_as_the_first_one_chose",
+        ("config = automatic.sampled_by(given, backend)", "pass"),
+    ),
+    *_of(
+        "launch/start.py",
+        "launch/test_automatic.py::test_a_first_rank_that_fails_waits_until_the_others_have_read_why",
+        ("store.wait([_read_by(rank) for rank in range(1, world_size)], READ_LIMIT)", "pass"),
     ),
     *_of(
         "trainers/run_lock.py",

@@ -212,6 +212,13 @@ def test_graphs_of_training_keep_the_activations_of_a_micro_batch(plan):
     )
     pool = held["parameters"] - without["parameters"]
     assert 0.5 * without["activations"] < pool <= without["activations"], "what is kept, and not a pass's peak"
+    local, with_graphs = (
+        json.loads(plan(*words, "engine.layer_spec=local", f"engine.cuda_graphs={on}", "-n", "1", "--json").stdout)
+        for on in ("false", "true")
+    )
+    gradients = local["roles"]["model"]["stages"][0]["gradient_bytes"] // 2  # fp32 there, and bfloat16 in a capture
+    pools = [of["phases"][0]["parameters"] for of in (local, with_graphs)]
+    assert gradients < pools[1] - pools[0] <= gradients + local["phases"][0]["activations"]
     same = ("gradients", "optimizer", "activations")
     assert [held[name] for name in same] == [without[name] for name in same]
 
