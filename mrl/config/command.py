@@ -196,6 +196,14 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """Returns how many processes of a run do not train: the last ones."""
         return 0
 
+    def processes_that_train(self, config: C, world_size: int) -> int:
+        """Returns how many of a run's processes train. Raises ConfigError if none do."""
+        beside = self.processes_beside(config)
+        if beside >= world_size:
+            why = f"leaves none of the {world_size} processes to the trainer"
+            raise ConfigError("rollout.ranks", beside, why, "start more processes, or give fewer ranks")
+        return world_size - beside
+
     def parts_beside(self, config: C, parts: Sequence[Part]) -> Sequence[Part]:
         """Returns the models of these processes."""
         return ()

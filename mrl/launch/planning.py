@@ -165,7 +165,7 @@ def _suggest(
         why = "has no layouts to search: it shards over all GPUs"
         raise ConfigError(key, trained[0].engine.backend, why, "leave --suggest out")
     longest, _ = command.longest(config)
-    training = preflight.processes_that_train(command, config, world_size)
+    training = command.processes_that_train(config, world_size)
     tried = suggesting.candidates(part, training, longest, card, card.memory - int(reserved * 2**30))
     refused: list[UserError] = []
     found = list(suggesting.search(plan_of, part, tried, refused, tell))

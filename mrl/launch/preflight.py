@@ -95,15 +95,6 @@ def needed_processes(parts: Sequence[Part]) -> int:
     return math.lcm(*(smallest_world(part.engine.parallel) * part.engine.fsdp.replicate for part in parts))
 
 
-def processes_that_train(command: TrainingCommand, config: Config, world_size: int) -> int:
-    """Returns how many of a run's processes train. Raises ConfigError if none do."""
-    beside = command.processes_beside(config)
-    if beside >= world_size:
-        why = f"leaves none of the {world_size} processes to the trainer"
-        raise ConfigError("rollout.ranks", beside, why, "start more processes, or give fewer ranks")
-    return world_size - beside
-
-
 def check_layout(
     command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int, *, here: bool = True
 ) -> list[ParallelDims]:
@@ -111,7 +102,7 @@ def check_layout(
 
     here: the run is to be on this machine, whose GPUs and packages are then looked at too.
     """
-    made, world_size = [], processes_that_train(command, config, world_size)
+    made, world_size = [], command.processes_that_train(config, world_size)
     for part in parts:
         with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
@@ -128,8 +119,8 @@ def check_layout(
         with command.rewrite_error_keys(config, part.role):
             longest, key = command.longest(config)
             sequences = Sequences(longest, key, packed=command.packing(config), generated=True)
-            dims = parallel_dims(part.engine.parallel, command.processes_beside(config))
-            check_part(part, dims, sequences, here=here)
+            beside = parallel_dims(part.engine.parallel, command.processes_beside(config))
+            check_part(part, beside, sequences, here=here)
     return made
 
 
