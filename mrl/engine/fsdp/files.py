@@ -74,7 +74,7 @@ class ModelFiles:
         tied = hf.all_tied_weights_keys
         self._saved = {of: name for name, of in self.copies.items() if of in tied and name not in tied}
         output = hf.get_output_embeddings()
-        self._score = next((n for n, p in hf.named_parameters() if head == "value" and p is output.weight), None)
+        self.score = next((n for n, p in hf.named_parameters() if head == "value" and p is output.weight), None)
         meta = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in self.state.items()}
         self._names: dict[str, list[str]] = {}
         self.shapes: dict[str, Shape] = {}
@@ -98,8 +98,8 @@ class ModelFiles:
 
     def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields (file name, tensor) of one of `groups`. Raises ModelError if transformers cannot convert it."""
-        if self._score is not None and self._score in tensors:
-            yield SCORE, tensors[self._score]
+        if self.score is not None and self.score in tensors:
+            yield SCORE, tensors[self.score]
             return
         if tensors.keys() <= self.names.whole.keys():
             yield from ((self.names.whole[name], tensor) for name, tensor in tensors.items())
@@ -135,18 +135,18 @@ class StoredFolder:
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         prefix = files.hf.base_model_prefix
         for key in sorted(reader.tensors, key=dot_natural_key):
-            if files._score is not None and key == SCORE:
-                self._sources[files._score] = [(key, None)]
+            if files.score is not None and key == SCORE:
+                self._sources[files.score] = [(key, None)]
                 continue
             name, pattern = rename_source_key(key, renamings, self._converters, prefix, files._meta)
             for plain in (key, key.removeprefix("text_model.")):  # transformers knows this prefix of emu3's not
                 if name not in files._meta and plain in files._meta:
                     name, pattern = plain, None
-            if name in files._meta and name != files._score:
+            if name in files._meta and name != files.score:
                 self._sources.setdefault(name, []).append((key, pattern))
         self._by_others = dict(self._made_with_others())
         self.names, absent = self._account(may_lack)
-        self._zeros = {files._score} if absent else set()
+        self._zeros = {files.score} if absent else set()
 
     def _made_with_others(self) -> Iterator[tuple[str, str]]:
         """Yields (state, name of another state), if the conversion of the other makes both."""
@@ -178,7 +178,7 @@ class StoredFolder:
         found |= {name: found.pop(key) for name, key in parts.items()}
         unread = set(copies)
         if files.head == "value":
-            output = {files._score} & files._meta.keys()  # the output layer that a value head replaces
+            output = {files.score} & files._meta.keys()  # the output layer that a value head replaces
             unread |= {key for key in found if {key, key.removesuffix("bias") + "weight"} & output}
         left = [key for key in found if key not in expected and key not in unread]
         carried = self._carried(left)

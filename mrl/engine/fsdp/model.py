@@ -253,7 +253,7 @@ class Model:
                 random = RandomWeights(self.files.shapes, seed=config.seed, std=std)
                 self._fill(self.files.rows_by(random))
             else:
-                self._fill(InitialWeights(self.files.hf, seed=config.seed, score=self.files._score).rows)
+                self._fill(InitialWeights(self.files.hf, seed=config.seed, score=self.files.score).rows)
         else:
             with self.files.opened(config.model.path, trained=config.optimizer is not None) as stored:
                 self._fill(stored)
