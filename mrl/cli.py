@@ -132,9 +132,8 @@ def _end_for_usage(ctx: click.Context, error: click.UsageError) -> NoReturn:
     """Says what is wrong in the words of a command line, in one line. `mrl` alone prints its help."""
     if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.1 has none, and prints help
         raise
-    of = error.ctx.command_path if error.ctx is not None else " ".join(["mrl", *filter(None, [ctx.invoked_subcommand])])
     message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", error.format_message().rstrip("."))
-    line = f"{message}; see {of} --help"
+    line = f"{message}; see {(error.ctx or ctx).command_path} --help"
     say(line)
     ending.record(os.environ, EXIT_USER_ERROR, line)
     raise click.exceptions.Exit(EXIT_USER_ERROR)
@@ -152,7 +151,18 @@ class _Group(click.Group):
             return super().invoke(ctx)
 
 
-class _OfKeys(click.Command):
+class _Command(click.Command):
+    """Names itself in each of its usage errors; click leaves some without."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+
+class _OfKeys(_Command):
     """A command that takes KEY=VALUE. It says so if an option is unknown, or what to do `instead`."""
 
     def __init__(self, *, instead: Mapping[str, str], **given: Any) -> None:
@@ -237,7 +247,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     given |= {"params": [_parameter(one) for one in params], "callback": run}
     if any(one.kind == "overrides" for one in params):
         return _OfKeys(instead=of.instead if isinstance(of, Command) else {}, **given)
-    return click.Command(**given)
+    return _Command(**given)
 
 
 def _epilog(examples: str) -> str:

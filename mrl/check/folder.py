@@ -113,7 +113,7 @@ def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, 
             shutil.copyfile(Path(source, INDEX), Path(out, INDEX))
         return
     text = config.get("text_config") or config
-    score = RandomWeights({SCORE: (1, text["hidden_size"])}, seed=seed, std=_std(config), draws_score=True)(SCORE)
+    score = _random({SCORE: (1, text["hidden_size"])}, config, seed)(SCORE)
     save_file({SCORE: score}, Path(out, "score.safetensors"))
     files = {name: f"linked-{info.file}" for name, info in tensors.items()}
     infos = {**tensors, SCORE: TensorInfo("F32", (1, text["hidden_size"]))}
@@ -125,7 +125,7 @@ def _write_imported(source: str, out: str, config: dict[str, Any], head: Head) -
     family = family_for(config)
     with contextlib.closing(open_imported(source, family, config)) as reader:
         expected = expected_hf_names(family, config, head=head)
-        random = RandomWeights(expected, seed=0, std=_std(config), draws_score=True)
+        random = _random(expected, config, seed=0)
         infos = {name: reader.tensors.get(name) or TensorInfo("F32", shape) for name, shape in expected.items()}
         with HFWriter(out, infos) as writer:
             for name in infos:
@@ -146,7 +146,7 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
         Path(out, "config.json").write_bytes(kept)
         return False
     shapes = expected_hf_names(family, config, head=head)
-    random = RandomWeights(shapes, seed=seed, std=_std(config), draws_score=True)
+    random = _random(shapes, config, seed)
     with HFWriter(out, tensor_infos(shapes, torch.float32)) as writer:
         for name in shapes:
             tensor = random(name)
@@ -155,6 +155,10 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
             writer.add(name, tensor)
     # of a composite an engine makes the text part alone; it starts a value head from zeros
     return config["model_type"] not in COMPOSITES and head == "lm"
+
+
+def _random(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], seed: int) -> RandomWeights:
+    return RandomWeights(shapes, seed=seed, std=_std(config), draws_score=True)
 
 
 def _noise(name: str, shape: torch.Size, size: float, seed: int) -> Tensor:

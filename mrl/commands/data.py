@@ -19,7 +19,7 @@ def _show(config_path: str, overrides: Sequence[str], *, evaluation: bool, **opt
     showing.run(config_path, overrides, part=part, coloured=coloured, echo=echo, **options)
 
 
-def _of_rows() -> list[str]:
+def _commands_with_rows() -> list[str]:
     return [command.name for command in all_training() if command.task is not None]
 
 
@@ -39,7 +39,7 @@ SHOW = Command(
     params=(
         CONFIG,
         OVERRIDES,
-        Option(names="--as", into="of", choices=_of_rows, help="Command whose config it is."),
+        Option(names="--as", into="of", choices=_commands_with_rows, help="Command whose config it is."),
         Option(names="--rows", kind="number", minimum=0, default=3, metavar="N", help="Rows whose tokens are shown."),
         Option(names="--count", kind="flag", help="Read every row: all lengths, and what is left out."),
         Option(names="--eval", into="evaluation", kind="flag", help="Rows of data.eval in place of data.train."),

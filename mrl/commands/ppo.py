@@ -125,7 +125,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
         for part in parts:
             if part.role == "reward":
-                _check_reward_model(config.reward.model.path, part.hf)
+                _check_reward_model(part.model.path, part.hf)
         actor = next(part for part in parts if part.role == "actor")
         check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
         check_stop_tokens(config.rollout, vocab_size_of(actor.hf))
@@ -165,16 +165,14 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def check_code(self, config: PPOConfig) -> None:
         """Loads the reward functions and the environment."""
-        from mrl.rewards.functions import load_reward
         from mrl.rollout.environment import load_environment
 
-        for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
-            load_reward(reward, f"rewards.functions[{i}]")
+        self.check_rows(config, ())
         if config.rollout.environment is not None:
             load_environment(config.rollout.environment)
 
     def check_rows(self, config: PPOConfig, first: Sequence[tuple[dict[str, Any], str]]) -> None:
-        """Checks the fields that reward functions read, as a run does when it starts."""
+        """Loads the reward functions and checks the fields that they read, as a run does when it starts."""
         from mrl.rewards.functions import check_rewards
 
         if config.rewards is not None:
@@ -237,7 +235,7 @@ class PPO(TrainingCommand[PPOConfig]):
         )
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
-        if rollout.by_engine:
+        if rollout.samples_itself:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
             name, of = ("sampling on other ranks", SAMPLING_RANKS) if rollout.ranks else ("sampling", "actor")
             found.append(Phase(name, of, "sample", size, **limits))
@@ -277,7 +275,7 @@ class PPO(TrainingCommand[PPOConfig]):
         )
 
 
-def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
+def _check_reward_model(path: str, hf: Mapping[str, Any]) -> None:
     """Raises ModelError for a language model. An adapter's config.json is that of its base, which may be one."""
     from mrl.errors import ModelError, quoted
     from mrl.weights.adapter_folder import is_adapter
@@ -285,7 +283,7 @@ def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
     kinds = [
         name for name in hf.get("architectures") or () if name.endswith(("ForCausalLM", "ForConditionalGeneration"))
     ]
-    if path is not None and kinds and not is_adapter(pathlib.Path(path)):
+    if kinds and not is_adapter(pathlib.Path(path)):
         fix = "give a sequence classifier with one label, as mrl rm makes"
         raise ModelError("reward.model.path", quoted(path), f"is a language model ({kinds[0]})", fix)
 

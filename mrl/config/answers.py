@@ -34,12 +34,12 @@ class AnswerLossConfig(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerRowsConfig(StreamedRowsConfig):
-    max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2, may_change="rows")
+    max_length: int = key(2048, "longest sequence in tokens, prompt and answer", minimum=2, long_rows=True)
     truncation: Literal["error", "drop"] = key(
         "error",
         "a row with a longer sequence stops the run, or is skipped, counted and reported (drop). None is cut, "
         "because an answer would lose its end, or a pair its shared prompt",
-        may_change="rows",
+        long_rows=True,
     )
     prompt_end: str | None = key(None, PROMPT_END_HELP)
 

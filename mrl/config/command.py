@@ -209,7 +209,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return ()
 
     def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
-        """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
+        """Raises a UserError where models, or so many processes, do not fit the config for a reason beside layouts."""
 
     def check_files(self, config: C) -> None:
         """Raises a UserError for a missing file that only this command's config names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -26,21 +26,22 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     parse: Callable[[Any, str], Any] | None = None,
-    may_change: bool | frozenset[str] | Literal["rows"] = False,
+    may_change: bool | frozenset[str] = False,
     moves: bool = False,
+    long_rows: bool = False,
 ) -> Any:
     """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds.
 
     - minimum, above, maximum: `above` is exclusive. Without any, `mrl.config.keys.MAX_VALUES` holds.
     - parse: `(plain data, dotted path) -> section`, for a section that dataclasses alone do not describe.
     - may_change: a resumed run may have another value. For a section this holds for all of its keys. For a mapping it
-      is the names of the entries that may change. Model and data stay the same. `rows`: it says what becomes of long
-      rows, and may change while no row was long (`mrl.config.resume`).
+      is the names of the entries that may change. Model and data stay the same.
     - moves: it may name another place. The run compares the content with the data of the checkpoint.
+    - long_rows: it says what becomes of long rows, and may change while no row was long (`mrl.config.resume`).
     """
     metadata = {
         "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,
-        "may_change": may_change or moves, "moves": moves,
+        "may_change": may_change or moves, "moves": moves, "long_rows": long_rows,
     }  # fmt: skip
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)

@@ -113,8 +113,9 @@ def check_inference(config: InferenceConfig) -> None:
     if isinstance(config.data.eval, Mapping):
         why = "names several sets of rows, and here they are one"
         raise ConfigError("data.eval", why=why, fix="give one path, and run the command once for each")
-    if config.rollout.backend in ("recorded", "auto"):
-        why = "replays a run and asks no model" if config.rollout.backend == "recorded" else "is for `mrl ppo` alone"
+    refused = {"recorded": "replays a run and asks no model", "auto": "is for `mrl ppo` alone"}
+    if config.rollout.backend in refused:
+        why = refused[config.rollout.backend]
         raise ConfigError("rollout.backend", config.rollout.backend, why, "give native or vllm")
     check_backend(config.model, config.engine)
     check_never_trains(config.engine, "engine", "the model")

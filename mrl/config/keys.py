@@ -33,8 +33,9 @@ class Key:
     help: str
     stated: Mapping[str, float | None]  # a number's bounds in the schema
     parse: Callable[[Any, str], Any] | None = None  # (plain data, path) -> value, of a section with several forms
-    may_change: bool | frozenset[str] | Literal["rows"] = False  # as in `mrl.config.fields.key`
+    may_change: bool | frozenset[str] = False  # as in `mrl.config.fields.key`
     moves: bool = False  # as in `mrl.config.fields.key`
+    long_rows: bool = False  # as in `mrl.config.fields.key`
 
     @property
     def bounds(self) -> Mapping[str, float | None]:
@@ -96,7 +97,7 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
             default = field.default_factory()
         dotted = join_key(path, field.name)
         stated = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
-        about = {name: field.metadata[name] for name in ("help", "parse", "may_change", "moves")}
+        about = {name: field.metadata[name] for name in ("help", "parse", "may_change", "moves", "long_rows")}
         keys.append(Key(path=dotted, annotation=hints[field.name], default=default, stated=stated, **about))
     return tuple(keys)
 
@@ -195,8 +196,8 @@ def _number(value: float) -> str:
 def _list_in_words(element: Any) -> str:
     if typing.get_origin(element) is Literal:
         return f"a list with any of {', '.join(typing.get_args(element))}"
-    mappings = "paths or mappings" if "path" in getattr(element, "__dataclass_fields__", ()) else "mappings"
-    return f"a list of { ({str: 'texts', int: 'whole numbers'}.get(element, mappings)) }"
+    words = {str: "texts", int: "whole numbers"}.get(element, getattr(element, "in_words", "mappings"))
+    return f"a list of {words}"
 
 
 def accepted_values(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:

@@ -22,7 +22,7 @@ from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError, MistakeCollector, why_no_file
 
 Root = TypeVar("Root")
-ROWS = (".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
+ROW_SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
 """Ends of names that no config has."""
 _SFT: Any = SFTConfig  # a default that a type variable cannot have
 
@@ -45,9 +45,8 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     if not os.path.exists(path):
         why = why_no_file(path) or "the config file does not exist"
         raise ConfigError(path, why=why, fix="give the path of a YAML file")
-    rows = ConfigError(path, why="looks like rows, and a config is wanted", fix="give a YAML file that names the rows")
-    if str(path).endswith(ROWS):
-        raise rows
+    if str(path).endswith(ROW_SUFFIXES):
+        raise _rows_for_a_config(path)
     if (kind := why_no_file(path)) and not str(path).startswith("/dev/"):  # of a shell: <(...), /dev/stdin
         raise ConfigError(path, why=kind, fix="give a YAML file")
     try:
@@ -56,8 +55,8 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(path, why=f"the config file cannot be read: {reason}", fix="give a YAML file") from None
-    if str(path).endswith(".json") and (text.lstrip().startswith("[") or "\n{" in text):
-        raise rows
+    if str(path).endswith(".json") and (text.lstrip().startswith("[") or "}\n{" in text):
+        raise _rows_for_a_config(path)
     raw = yaml_text.parse(text, str(path))
     if raw is None:
         return {}
@@ -65,6 +64,10 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
         why = f"the config file holds {value_kind(raw)}"
         raise ConfigError(path, why=why, fix="give a mapping such as `output_dir: runs/demo`")
     return raw
+
+
+def _rows_for_a_config(path: str | pathlib.Path) -> ConfigError:
+    return ConfigError(path, why="looks like rows, and a config is wanted", fix="give a YAML file that names the rows")
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -195,7 +195,7 @@ class RolloutConfig:
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
 
     @property
-    def by_engine(self) -> bool:
+    def samples_itself(self) -> bool:
         """Whether the actor's own engine samples, which `auto` counts as until a run has chosen."""
         return self.backend in ("native", "auto")
 
@@ -292,11 +292,11 @@ class PromptsConfig(RowsConfig):
     teacher: str | None = key(
         None, "teacher of rows that name none, by its name in reference.others; null is reference.model"
     )
-    max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1, may_change="rows")
+    max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1, long_rows=True)
     truncation: Literal["error", "left", "drop"] = key(
         "error",
         "a longer prompt stops the run, loses its start (left), or is skipped (drop); counted and reported",
-        may_change="rows",
+        long_rows=True,
     )
 
 

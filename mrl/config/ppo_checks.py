@@ -212,7 +212,7 @@ def check_rollout(config: SamplingRunConfig) -> None:
     rollout = config.rollout
     if "" in rollout.stop:
         raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")
-    if rollout.by_engine and rollout.cache_tokens != "auto" and rollout.cache_tokens < config.max_length:
+    if rollout.samples_itself and rollout.cache_tokens != "auto" and rollout.cache_tokens < config.max_length:
         raise ConfigError(
             "rollout.cache_tokens",
             rollout.cache_tokens,
@@ -228,7 +228,7 @@ def check_rollout(config: SamplingRunConfig) -> None:
     if rollout.backend != "recorded" and rollout.path is not None:
         why = f"is not used by rollout.backend {rollout.backend}"
         raise ConfigError("rollout.path", rollout.path, why, "set it to recorded, or leave this out")
-    if not rollout.by_engine:
+    if not rollout.samples_itself:
         fix = "leave it out, or set rollout.backend to native"
         refuse_unread(rollout, "rollout", f"by rollout.backend {rollout.backend}", fix, NATIVE_ONLY)
     if rollout.backend == "recorded":
@@ -260,14 +260,16 @@ def check_batch_invariant(rollout: RolloutConfig, engine: EngineConfig, path: st
 
 def _check_server(config: SamplingRunConfig) -> None:
     backend, server, path = config.rollout.backend, config.rollout.server, "rollout.server"
-    unread: tuple[str, ...]
-    if config.rollout.by_engine and config.rollout.ranks:
+    if config.rollout.samples_itself and config.rollout.ranks:
         unread = ("urls", "handover", "lora", "concurrency", "timeout_s", "sleep", "memory_fraction")
         refuse_unread(server, path, "by rollout.ranks", "leave it out, or use servers", unread)
+    elif backend == "auto":
+        fix = f"set that to {' or '.join(SERVERS)}, or leave this out"
+        reason = "by rollout.backend auto, which starts vLLM inside the trainer at most"
+        refuse_unread(server, path, reason, fix, ("urls", *SERVERS_ONLY))
     elif backend not in SERVERS:
         fix = f"set it to {' or '.join(SERVERS)}, or leave this out"
-        unread = ("urls", *SERVERS_ONLY) if backend == "auto" else ()
-        refuse_unread(server, path, f"by rollout.backend {backend}", fix, unread)
+        refuse_unread(server, path, f"by rollout.backend {backend}", fix)
     elif server.urls:
         fix = "leave it out, or leave out rollout.server.urls"
         refuse_unread(server, path, "by servers, which have their own", fix, IN_PROCESS_ONLY)
@@ -365,7 +367,7 @@ def _check_async(config: PPOConfig) -> None:
 def _check_ranks(config: PPOConfig) -> None:
     """Raises ConfigError if ranks of their own cannot sample, or would not do so beside training."""
     rollout, key = config.rollout, "rollout.ranks"
-    if not rollout.by_engine:
+    if not rollout.samples_itself:
         why = f"have the actor's engine sample, and rollout.backend is {rollout.backend}"
         raise ConfigError(key, rollout.ranks, why, "set that to native, or leave this out")
     if rollout.async_level != 1:

@@ -81,7 +81,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     for dotted, (before, after) in changed_keys(old, new, whole=whole).items():
         if before == ABSENT and after == defaults.get(dotted):  # a section that may be null is null
             continue
-        of_rows = dotted in keys and keys[dotted].may_change == "rows"
+        of_rows = dotted in keys and keys[dotted].long_rows
         if _may_change(dotted, (before, after), root) or (of_rows and _changes_no_used_row(dotted, before, after, old)):
             changes.append(Change(dotted, before, after, _effect(dotted, (before, after), new)))
         else:
@@ -211,7 +211,7 @@ def _changes_no_used_row(key: str, before: Any, after: Any, old: Mapping[str, An
 
 def with_limits_of(before: Mapping[str, Any], now: Mapping[str, Any], root: type) -> dict[str, Any]:
     """Returns the config `before` with the keys of long rows that `now` has. Both are plain data."""
-    names = [key.path.removeprefix("data.") for key in walk_keys(root) if key.may_change == "rows"]
+    names = [key.path.removeprefix("data.") for key in walk_keys(root) if key.long_rows]
     return {**before, "data": {**(before.get("data") or {}), **{name: now["data"][name] for name in names}}}
 
 

@@ -146,6 +146,11 @@ class RewardPoolConfig:
         may_change=True,
     )
 
+    @property
+    def checks_first_rows(self) -> bool:
+        """Whether functions have to fit the first rows before a model is loaded. A fault of a row may count as 0."""
+        return self.on_error == "stop"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardsConfig(RewardPoolConfig):

@@ -281,11 +281,11 @@ class DataConfig(StreamedRowsConfig):
     teacher: str | None = key(
         None, "teacher of rows that name none, by its name in teacher.others; null is teacher.model"
     )
-    max_length: int = key(2048, "longest sequence in tokens", minimum=2, may_change="rows")
+    max_length: int = key(2048, "longest sequence in tokens", minimum=2, long_rows=True)
     truncation: Literal["error", "right", "left", "drop"] = key(
         "error",
         "a longer row stops the run, loses its right or left end, or is skipped (drop); counted and reported",
-        may_change="rows",
+        long_rows=True,
     )
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from mrl.config.build import build_section, checked_text
 from mrl.config.fields import REQUIRED, key
@@ -76,6 +76,7 @@ def markers(raw: Any, path: str) -> dict[str, str]:
 class Source:
     """Rows at one path, and how they are read; null is as `data` has it."""
 
+    in_words: ClassVar[str] = "paths or mappings"  # what a list has in their place
     path: str = key(REQUIRED, FORMS)
     columns: dict[str, str] | None = key(None, "rename fields before a row is read")
     turns: Mapping[str, str] | None = key(None, "what begins a turn in texts, by role", parse=own_markers)

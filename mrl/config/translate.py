@@ -115,7 +115,7 @@ def command_for(raw: Mapping[Any, Any], trainer: Trainer) -> str:
 def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type) -> Translation:
     """Returns what can be told of another trainer's config in the keys of `root`, the config of `command`."""
     given = {key: _interpolated(value, key, raw) for key, value in leaf_keys(raw)}
-    made = Translation(_beside(raw, trainer, command), [])
+    made, by_hand = Translation(_beside(raw, trainer, command), []), set[str]()
     used = {key for key, value in given.items() if value is None or key.endswith("_target_")}
     has_critic = given.get("algorithm.adv_estimator", "gae") == "gae"
     for row in trainer.rows:
@@ -126,7 +126,7 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
         is_null = value is None and row.theirs in given and None in row.values  # which means something there
         if value is not None or is_null:
             used.add(row.theirs)
-        elif all(value_at(made.ours, key) is None for key in ours):
+        elif all(value_at(made.ours, key) is None for key in ours) and by_hand.isdisjoint(ours):
             value = row.default
         is_read = (
             _holds(row.when, given)
@@ -140,6 +140,7 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
         except KeyError:
             note = f" ({row.note})" if row.note else ""
             made.rest.append(f"{row.theirs}: {show(given.get(row.theirs))}: give {' and '.join(ours)}{note}")
+            by_hand.update(ours)
             continue
         for key in ours if value is not None else ():
             _put(made.ours, key, value)

@@ -60,7 +60,7 @@ def parse(text: str, source: str, path: str = "") -> Any:
     """
     if len(text) > MAX_LENGTH:
         raise ConfigError(
-            source or path,
+            _place(source, path),
             why=f"has more than {MAX_LENGTH} characters, which is no config",
             fix="give a YAML file of keys",
         )
@@ -78,30 +78,36 @@ def parse(text: str, source: str, path: str = "") -> Any:
         line = text.count("\n", 0, error.position) + 1
         what = f"it holds the character U+{error.character:04X}"
         fix = f'remove it, or write it with an escape, as in "\\x{error.character:02x}"'
-        raise _invalid(what, source, path, line, fix=fix) from None
+        raise _not_yaml(what, source, path, line, fix=fix) from None
     except yaml.MarkedYAMLError as error:
         marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
         at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
         problem = " ".join((error.problem or error.context or "cannot be read").split())
-        raise _invalid(problem, source, path, at and at.line + 1) from None
+        raise _not_yaml(problem, source, path, at and at.line + 1) from None
     except RecursionError:
         why = "has too many lists or mappings inside one another, which is no config"
-        raise ConfigError(source or path, why=why, fix="write it flatter") from None
+        raise ConfigError(_place(source, path), why=why, fix="write it flatter") from None
     except yaml.YAMLError as error:
-        raise _invalid(str(error), source, path) from None
+        raise _not_yaml(str(error), source, path) from None
 
 
 # YAML 1.1 gives a lone "=" a meaning of its own, which nothing here reads: it is text.
 _Loader.add_constructor("tag:yaml.org,2002:value", yaml.SafeLoader.construct_yaml_str)
 
 
-def _invalid(
+def _not_yaml(
     what: str, source: str, path: str, line: int | None = None, *, fix: str = "correct it there"
 ) -> ConfigError:
     """Returns the error of a text that is no YAML, by a file's line or an override's key."""
+    why = f"{'' if source else 'the override '}is not valid YAML: {what}"
+    return ConfigError(_place(source, path, line), why=why, fix=fix)
+
+
+def _place(source: str, path: str, line: int | None = None) -> str:
+    """Returns a file's name, with the line if there is one, or an override's key."""
     if not source:
-        return ConfigError(path, why=f"the override is not valid YAML: {what}", fix=fix)
-    return ConfigError(source if line is None else f"{source}:{line}", why=f"is not valid YAML: {what}", fix=fix)
+        return path
+    return source if line is None else f"{source}:{line}"
 
 
 def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], above: tuple[int, ...] = ()) -> int:
@@ -113,7 +119,7 @@ def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], 
     line = node.start_mark.line + 1
     if id(node) in above or len(above) > _MAX_DEPTH:
         why = "the value holds itself by an alias" if id(node) in above else "lists or mappings are too deep"
-        raise _invalid(why, source, path, line, fix="write it out, and flatter")
+        raise _not_yaml(why, source, path, line, fix="write it out, and flatter")
     if id(node) in sizes:
         return sizes[id(node)]
     size, above = 1, (*above, id(node))
@@ -130,7 +136,7 @@ def _check_node(node: yaml.Node, source: str, path: str, sizes: dict[int, int], 
             size += _check_node(value_node, source, dotted, sizes, above)
     if size > MAX_LENGTH:
         why = f"its aliases stand for more than {MAX_LENGTH} values, which is no config"
-        raise ConfigError(f"{source}:{line}" if source else path, why=why, fix="write fewer")
+        raise ConfigError(_place(source, path, line), why=why, fix="write fewer")
     sizes[id(node)] = size
     return size
 

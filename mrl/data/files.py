@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
-CONTENTS = {
+MAGIC = {
     b"\x1f\x8b": "gzip; name it .jsonl.gz",
     b"\x28\xb5\x2f\xfd": "zstd; name it .jsonl.zst",
     b"PAR1": "Parquet; name it .parquet",
@@ -258,7 +258,9 @@ def parse_json(text: str) -> Any:
 
 def json_problem(error: json.JSONDecodeError) -> str:
     """Returns what is wrong with JSON, and where in its text; `error` counts lines that the user does not see."""
-    if error.msg.startswith("Unterminated string") or not error.doc[error.pos :].strip():
+    if error.msg.startswith("Unterminated string"):
+        return "it ends inside a text: a quote is missing, or it is cut off"
+    if not error.doc[error.pos :].strip():
         return "it is cut off: it ends inside a value"
     if error.msg == "Extra data":
         return f"it ends before character {error.pos + 1}, and more follows"
@@ -266,7 +268,7 @@ def json_problem(error: json.JSONDecodeError) -> str:
 
 
 def _kind_of_content(head: bytes) -> str | None:
-    return next((f"the file is {kind}" for magic, kind in CONTENTS.items() if head.startswith(magic)), None)
+    return next((f"the file is {kind}" for magic, kind in MAGIC.items() if head.startswith(magic)), None)
 
 
 def _why_not_json(head: bytes, problem: str) -> str:

@@ -140,7 +140,7 @@ def first_row(path: str, split: str | None) -> list[tuple[dict[str, Any], str]]:
         return []
 
 
-def check_rewards(config: EvalConfig, reward: str | None) -> None:
+def check_task_rewards(config: EvalConfig, reward: str | None) -> None:
     """Raises ConfigError if the functions do not fit the first row, before a model is loaded. reward: of --reward."""
     from mrl.data.formats import rename_fields
     from mrl.rewards import functions

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 TOKENS, CACHE = "engine.micro_batch.tokens", "rollout.cache_tokens"
-BACKEND = "rollout.backend"
+BACKEND = vllm_start.KEY
 GPU_VARIABLE = "MRL_PLAN_GPU"
 """A GPU as `mrl plan --gpu` names it, for which `auto` is chosen in place of this machine's."""
 MOST_TOKENS = 32768
@@ -113,7 +113,7 @@ def _lacks_for_vllm(command: TrainingCommand, config: Config, sees_gpu: Callable
         return "vLLM is not installed beside mrl"
     outside = vllm_start.untested(version, vllm_start.TESTED, "here")
     if outside is not None:
-        return outside.removeprefix(f"{BACKEND}: ")
+        return outside
     if vllm_start.is_for_cpus():
         return "vLLM here is a build for CPUs"
     try:

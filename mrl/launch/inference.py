@@ -98,7 +98,7 @@ def evaluate(
         given = plain_of(overrides, options)
         refuse_rows(given, "name the rows in TASK")
         with _said("reading the task and the model's folder", joined), preflight.quiet():
-            from mrl.inference.tasks import check_rewards, merged, read_task
+            from mrl.inference.tasks import check_task_rewards, merged, read_task
 
             read = read_task(task)
             raw = merged(read, given, reward)
@@ -112,7 +112,7 @@ def evaluate(
             config = _eval_config(raw, model, against, EvalRequestConfig(
                 task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
             ))  # fmt: skip
-            check_rewards(config, reward)
+            check_task_rewards(config, reward)
             if config.request.against is not None:
                 from mrl.inference.results import check_comparable, read_result
 

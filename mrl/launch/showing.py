@@ -95,9 +95,10 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
         try:
             train, evaluation = _sets_here(command, config, "train"), _sets_here(command, config, "eval")
             found = notes_of_rows(train.get(""), evaluation)
-            for rows in (*train.values(), *evaluation.values()):
+            sets = (*train.values(), *evaluation.values())
+            for rows in sets:
                 rows.read_first()
-                command.check_rows(config, rows.first_rows())
+            command.check_rows(config, [row for rows in sets for row in rows.first_rows()])
         except ModelError:  # a folder may have its tokenizer when the run starts
             return []
     return found

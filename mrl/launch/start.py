@@ -58,9 +58,9 @@ def start(
         if shows:
             print(saved, flush=True)
         return None
-    if not dry_run and (joined is None or joined.rank == 0):
-        run_lock.refuse_if_in_use(Path(config.output_dir))
     with announce("checking files and layout", shows=shows):
+        if not dry_run and (joined is None or joined.rank == 0):
+            run_lock.refuse_if_in_use(Path(config.output_dir))
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")

@@ -23,7 +23,7 @@ from mrl.ops import devices
 from mrl.parallel import ParallelDims
 from mrl.plan import units
 from mrl.plan.cost import Cost, cost, estimated_times
-from mrl.plan.memory import RolePlan, for_one_rank
+from mrl.plan.memory import RolePlan, without_padding_and_graphs
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
 
@@ -63,12 +63,12 @@ def calibrate(
             continue
         role, lengths = made.roles[phase.role], made.batches[phase.name].lengths
         _check(phase, role)
-        config = dataclasses.replace(role.config, engine=for_one_rank(role.config))
+        config = dataclasses.replace(role.config, engine=without_padding_and_graphs(role.config))
         kinds, times = meta.kinds_of_stages(config, role.dims), {}
         for stage, kind in enumerate(kinds):
             if kind.same not in times:
                 tell(f"timing stage {stage} in the {phase.name}")
-                rank = stage * (made.world_size // role.dims.pp)
+                rank = stage * (role.dims.world_size // role.dims.pp)
                 [needed] = [use.total for use in made.uses if (use.phase, use.stage) == (phase.name, stage)]
                 try:
                     times[kind.same] = run(config, role.dims, rank, lengths, made.phases.entropy, needed)
@@ -143,7 +143,8 @@ def lines(made: Plan, one: Calibration) -> Iterator[str]:
             add(f"{name}: backward", [of.stages[i].backward[chunk] for of in both])
         add(f"stage {i}: optimizer step", [of.stages[i].optimizer for of in both])
     add("a step without collectives", [of.alone.seconds for of in both])
-    rates = [one.phase.sequences * made.longest / of.alone.seconds / made.world_size for of in both]
+    gpus = made.roles[one.phase.role].dims.world_size
+    rates = [one.phase.sequences * made.longest / of.alone.seconds / gpus for of in both]
     rows.append(["  tokens/s a GPU without collectives", *(f"{rate:,.0f}" for rate in rates)])
     add("a step with collectives as estimated", [of.whole.seconds for of in both])
     yield ""

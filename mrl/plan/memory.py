@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
-from mrl.config.phases import SAMPLING_RANKS, Phase, Phases
+from mrl.config.phases import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
@@ -68,6 +68,7 @@ class RolePlan:
     sampling: tuple[RankFigures, ...] = ()  # of each stage where it samples itself: its layers on as many prompt tokens
     gathered: int = 0  # bytes of weights that backend fsdp keeps gathered over a mini-batch
     graph_pool: int = 0  # bytes that graphs of training keep, whatever runs
+    first_rank: int = 0  # of the run's ranks, the first that has the role
 
     @property
     def stages(self) -> tuple[RankFigures, ...]:
@@ -108,12 +109,15 @@ def plan_role(
                 ids = _ids(phase, config)
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=ids, kernels=gpu.kernels)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
-            layers = dataclasses.replace(config, optimizer=None, head="value", engine=for_one_rank(config))
+            layers = dataclasses.replace(
+                config, optimizer=None, head="value", engine=without_padding_and_graphs(config)
+            )
             # without kernels: the decoder computes experts by torch, which keeps more than the kernels of training
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
-    pool = sum(_graph_pool(stage, config, spec) for stage in trained) if config.engine.cuda_graphs else 0  # pp is 1
+    # graphs refuse pp above 1 (mcore_models/graph_limits.py)
+    pool = _graph_pool(trained[0], config, spec) if trained and config.engine.cuda_graphs else 0
     return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling, graph_pool=pool)
 
 
@@ -135,8 +139,8 @@ def _as_experts_multiply(config: RoleConfig, spec: str, capability: tuple[int, i
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, moe=moe))
 
 
-def for_one_rank(config: RoleConfig) -> EngineConfig:
-    """Returns the engine without userbuffers and padding: decoding pads no prompts, and one rank sends nothing."""
+def without_padding_and_graphs(config: RoleConfig) -> EngineConfig:
+    """Returns the engine without userbuffers, padding and graphs: neither sampling nor a stage alone has them."""
     megatron_options = {name: value for name, value in config.engine.megatron.items() if name != userbuffers.FIELD}
     micro_batch = dataclasses.replace(config.engine.micro_batch, pad=False)
     return dataclasses.replace(config.engine, megatron=megatron_options, micro_batch=micro_batch, cuda_graphs=False)
@@ -210,8 +214,8 @@ def memory_uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu
     uses_of_phases = []
     for phase in phases.phases:
         plan = roles[phase.role]
-        apart = phase.role == SAMPLING_RANKS  # on GPUs of its own
-        others = [] if apart else [one for role, one in roles.items() if role not in (phase.role, SAMPLING_RANKS)]
+        # on the same GPUs
+        others = [one for role, one in roles.items() if role != phase.role and one.first_rank == plan.first_rank]
         for stage in range(plan.dims.pp):
             use = _use(phase, plan, stage, longest, gpu_memory)
             if not phases.offload_idle:

@@ -96,10 +96,11 @@ def plan(
     roles, costs, batches, model_flops = {}, {}, {}, {}
     names = {part.role: part.model.path for part in command.parts(config)}  # a hub id, where that is what was given
     beside = command.processes_beside(config)
-    roles_of = [(part.role, part, dims) for part, dims in zip(parts, layouts, strict=True)]
+    training = layouts[0].world_size
+    roles_of = [(part.role, part, dims, 0) for part, dims in zip(parts, layouts, strict=True)]
     for part in command.parts_beside(config, parts):
-        roles_of.append((SAMPLING_RANKS, part, parallel_dims(part.engine.parallel, beside)))
-    for name, part, dims in roles_of:
+        roles_of.append((SAMPLING_RANKS, part, parallel_dims(part.engine.parallel, beside), training))
+    for name, part, dims, first_rank in roles_of:
         if not any(phase.role == name for phase in phases.phases):
             continue
         if part.engine.backend not in ("megatron", "fsdp"):
@@ -107,7 +108,8 @@ def plan(
                 part.key("engine.backend"), part.engine.backend, "is not planned", "plan megatron or fsdp"
             )
         role_config = command.engine_config(config, part)
-        roles[name] = memory.plan_role(name, names[part.role], role_config, dims, phases, longest, gpu, known)
+        made = memory.plan_role(name, names[part.role], role_config, dims, phases, longest, gpu, known)
+        roles[name] = dataclasses.replace(made, first_rank=first_rank)
         if part.optimizer is not None and family_of(part.hf.get("model_type")) is not None:
             model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:
@@ -125,7 +127,7 @@ def plan(
             forward_only=not trains,
         )  # fmt: skip
     return Plan(
-        command=command.name, world_size=layouts[0].world_size + beside, gpu=gpu, reserved=int(reserved_gib * 2**30),
+        command=command.name, world_size=training + beside, gpu=gpu, reserved=int(reserved_gib * 2**30),
         longest=longest, phases=phases, roles=roles,
         uses=memory.memory_uses(phases, roles, longest, gpu.memory),
         costs=costs, model_flops=model_flops, batches=batches,

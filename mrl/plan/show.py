@@ -19,8 +19,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"mrl {plan.command} on {plan.world_size:,} x {plan.gpu.name} ({units.size(plan.gpu.memory)} each)"
     for role in plan.roles.values():
         yield ""
-        first = plan.world_size - role.dims.world_size if role.role == SAMPLING_RANKS else 0  # they are the last ones
-        yield from _picture(role, first)
+        yield from _picture(role)
     yield ""
     yield from _memory(plan)
     yield ""
@@ -52,8 +51,8 @@ def _in_words(phase: str) -> str:
     return phase if phase.startswith(("sampling", "new ")) else f"the {phase}"
 
 
-def _picture(role: RolePlan, first: int) -> Iterator[str]:
-    """Yields a line for each stage, with its layers. first: the role's first rank."""
+def _picture(role: RolePlan) -> Iterator[str]:
+    """Yields a line for each stage, with its layers."""
     dims = role.dims
     name = f"{role.role}: " if role.role else ""
     split = ", ".join(
@@ -70,7 +69,7 @@ def _picture(role: RolePlan, first: int) -> Iterator[str]:
             yield f"  weights gathered once a mini-batch, {units.size(role.gathered)} on every rank"
         return
     ranks = dims.world_size // dims.pp
-    starts = [first + i * ranks for i in range(dims.pp)]
+    starts = [role.first_rank + i * ranks for i in range(dims.pp)]
     rows = [(f"stage {i}", f"ranks {at}-{at + ranks - 1}", _held(role, i)) for i, at in enumerate(starts)]
     shown = rows if len(rows) <= _MAX_STAGES else [*rows[:3], ("...", "", ""), *rows[-2:]]
     for stage, where, held in shown:

@@ -19,11 +19,7 @@ from typing import Any, Literal
 import mrl
 from mrl.config.keys import join_names
 from mrl.config.rewards import (
-    CodeReward,
-    ExactMatchReward,
     FunctionReward,
-    GSM8KReward,
-    MathReward,
     NamedReward,
     Reward,
     RewardsConfig,
@@ -68,23 +64,22 @@ def load_reward(reward: Reward, key: str, first: Sequence[Sample] = ()) -> Rewar
 
 def check_rewards(config: RewardsConfig, first: Sequence[tuple[Row, str]]) -> None:
     """Raises ConfigError as a run does when it starts. first: rows with their file and line."""
-    samples = [Sample("", "", *each) for each in first] if config.on_error == "stop" else []
+    samples = [Sample("", "", *each) for each in first] if config.checks_first_rows else []
     for i, reward in enumerate(config.functions):
         load_reward(reward, f"rewards.functions[{i}]", samples)
 
 
 def _check_field(reward: NamedReward, key: str, sample: Sample) -> None:
-    """Raises ConfigError if the row lacks the field that the reward reads."""
-    match reward:
-        case (
-            ExactMatchReward(field=field) | GSM8KReward(field=field) | MathReward(field=field) | CodeReward(field=field)
-        ):
-            if field not in sample.row:
-                close = difflib.get_close_matches(field, sample.row, n=1)
-                advice = f"did you mean {close[0]}?" if close else "name one of them, or add the field to the rows"
-                names = join_names(sample.row) or "none"
-                why = f"is the field that {reward.name} reads, and row {sample.where} has {names}"
-                raise ConfigError(key, field, why, advice)
+    """Raises ConfigError if the row lacks the field that the reward reads. Not all read one."""
+    field = getattr(reward, "field", None)
+    if field is None or sample.row.get(field) is not None:
+        return
+    why = f"is the field that {reward.name} reads, and row {sample.where} has"
+    if field in sample.row:
+        raise ConfigError(key, field, f"{why} null there", "give the row a value, or name another field")
+    close = difflib.get_close_matches(field, sample.row, n=1)
+    advice = f"did you mean {close[0]}?" if close else "name one of them, or add the field to the rows"
+    raise ConfigError(key, field, f"{why} {join_names(sample.row) or 'none'}", advice)
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:

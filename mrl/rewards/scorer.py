@@ -55,7 +55,7 @@ class Scorer:
         self._pool = RewardPool(
             [(f"{path}.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
             workers=config.workers, timeout_s=config.timeout_s, concurrency=config.concurrency,
-            retries=Retries(config.retries, config.retry_wait_s), first=first if config.on_error == "stop" else (),
+            retries=Retries(config.retries, config.retry_wait_s), first=first if config.checks_first_rows else (),
         )  # fmt: skip
 
     def __enter__(self) -> Scorer:

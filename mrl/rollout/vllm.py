@@ -23,7 +23,7 @@ from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import INCOMPLETE, Server, common_fields, seed_of
 from mrl.rollout.servers import ServerSampler
-from mrl.rollout.vllm_start import TESTED_SERVERS, untested
+from mrl.rollout.vllm_start import KEY, TESTED_SERVERS, untested
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LINKS = frozenset({"broadcast", "ipc"})
@@ -138,7 +138,8 @@ class VLLMServer(Server):
         version = ""
         with contextlib.suppress(ServerError), self.get("/version") as answer:  # it may sample nevertheless
             version = str(answer["version"])
-        return untested(version, TESTED_SERVERS, f"at {self.http.url}")
+        line = untested(version, TESTED_SERVERS, f"at {self.http.url}")
+        return line and f"{KEY}: {line}"
 
     def refuse(self, sampling: SamplingParams) -> None:
         refuse(sampling, self.mode, "rollout.server.urls", self.http.url)

@@ -30,7 +30,7 @@ def is_for_cpus() -> bool:
 
 
 def check_version(version: str | None) -> str | None:
-    """Returns the line of `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
+    """Returns a line as `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
     if version is None:
         why = "without rollout.server.urls needs vLLM beside mrl, and it is not installed"
         raise ConfigError(KEY, "vllm", why, "install it here, or start a server and give its url")
@@ -38,7 +38,8 @@ def check_version(version: str | None) -> str | None:
     if [] != _release(version) < _release(oldest):
         why = f"is vLLM {version} here, and mrl needs {oldest} or newer"
         raise ConfigError(KEY, "vllm", why, f"install {newest}, or set it to native")
-    return untested(version, TESTED, "here")
+    line = untested(version, TESTED, "here")
+    return line and f"{KEY}: {line}"
 
 
 def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
@@ -47,7 +48,7 @@ def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
     if _release(oldest) <= _release(version) <= _release(newest):
         return None
     span = oldest if oldest == newest else f"{oldest} to {newest}"
-    return f"{KEY}: mrl is tested with vLLM {span}, and the one {where} is {version or 'of an unknown version'}"
+    return f"mrl is tested with vLLM {span}, and the one {where} is {version or 'of an unknown version'}"
 
 
 def _release(version: str) -> list[int]:

@@ -144,6 +144,7 @@ def test_mrls_own_are_not_replaced(site):
             "Invalid value for '--nproc': 'two' is not a valid whole number; see mrl sft --help",
         ),
         (["sft", "x", "--nprocs", "2"], "No such option '--nprocs' (did you mean '--nproc'?); see mrl sft --help"),
+        (["data", "show", "x", "--rows"], "Option '--rows' requires an argument; see mrl data show --help"),
         (["config", "--grep"], "Option '--grep' requires an argument; see mrl config --help"),
         (["slurm", "submi"], "No such command 'submi' (did you mean 'submit'?); see mrl slurm --help"),
         (["--bad"], "No such option '--bad'; see mrl --help"),
@@ -153,7 +154,10 @@ def test_mrls_own_are_not_replaced(site):
 def test_a_mistake_of_the_command_line_is_one_line(words, says):
     told = CliRunner().invoke(cli.main, words, prog_name="mrl")
     assert (told.exit_code, told.stdout, told.stderr) == (2, "", f"mrl: {says}\n")
-    assert CliRunner().invoke(cli.main, []).output.startswith("Usage: "), "and none is help"
+
+
+def test_no_words_are_no_mistake():
+    assert CliRunner().invoke(cli.main, []).output.startswith("Usage: ")
 
 
 def test_an_option_of_another_trainer_is_told_how_keys_are_set():

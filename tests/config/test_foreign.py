@@ -198,6 +198,12 @@ def test_a_config_is_translated_with_its_units_and_what_was_not_is_listed(
     from_dict(nested(dotted(made) | needed), roots()[command])
 
 
+def test_a_list_that_is_told_by_hand_is_not_made_of_defaults(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("model_name_or_path: m\nadam_beta1: 0.95\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert "betas" not in done.stdout and "adam_beta1: 0.95: give optimizer.betas" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("keys", "ours", "left"),
     [

@@ -148,9 +148,11 @@ def test_what_is_given_in_place_of_a_config(tmp_path, name, make, says):
         load_config(tmp_path / name)
 
 
-def test_a_config_may_be_json(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps(BASE, indent=2))
-    assert load_config(tmp_path / "a.json") == from_dict(BASE)
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_a_config_may_be_json(tmp_path, indent):
+    several = merged(BASE, {"data": {"train": [{"path": "a"}, {"path": "b"}]}})
+    (tmp_path / "a.json").write_text("\n" + json.dumps(several, indent=indent))
+    assert load_config(tmp_path / "a.json") == from_dict(several)
 
 
 def test_merge_keys_may_be_overridden(tmp_path):

@@ -202,37 +202,47 @@ def test_a_resume_keeps_what_samples_whatever_is_installed_now(inputs, tmp_path,
     assert "after step 1" in str(preflight.check_used(PPO(), kept)), "no changed key"
 
 
-def meeting(monkeypatch, config, given, **chosen) -> list:
-    """What two ranks of another launcher have of `auto`: a config, or what rank 0 and its reader raised. chosen: keys, by rank."""
-    shared, found, order = dist.HashStore(), {}, []
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
+class NotingStore(dist.HashStore):
+    """A store of ranks that are threads; `read` has the keys that a rank has waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[list[str]] = []
+
+    def wait(self, keys, *limit) -> None:
+        super().wait(keys, *limit)
+        self.read.append(keys)
+
+
+def meeting(monkeypatch, configs: list, given: PPOConfig) -> tuple[dict, NotingStore]:
+    """What each of two ranks of another launcher has of `auto`, a config or an error, and their store."""
+    store, found = NotingStore(), {}
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
     def join(rank: int) -> None:
         joined = JoinedWorld("torchrun", rank, 2, {})
         try:
-            found[rank] = start._auto_of_rank_0(PPO(), config[rank], given, [automatic.BACKEND], 2, joined)[0]
+            found[rank] = start._auto_of_rank_0(PPO(), configs[rank], given, [automatic.BACKEND], 2, joined)[0]
         except UserError as error:
             found[rank] = error
-        order.append(rank)
 
-    threads = [threading.Thread(target=join, args=(0,)), threading.Thread(target=join, args=(1,))]
-    threads[0].start()
-    time.sleep(chosen.get("late_s", 0))
-    threads[1].start()
-    [thread.join(60) for thread in threads]
-    return [found[0], found[1], order]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+    return found, store
 
 
 @pytest.mark.parametrize(("first", "second"), [("native", "vllm"), ("vllm", "native")])
 def test_ranks_sample_as_the_first_one_chose(inputs, tmp_path, monkeypatch, first, second):
     """Whatever each saw, with its keys of what samples."""
-    numbers = ("rollout.server.tp=2", "rollout.cache_tokens=5000", "actor.engine.micro_batch.tokens=64")
-    given = of_backend(inputs, tmp_path, *numbers)
+    words = ("rollout.server.tp=2", "rollout.cache_tokens=5000", "actor.engine.micro_batch.tokens=64")
+    given = of_backend(inputs, tmp_path, *words)
     configs = [automatic.sampled_by(given, name) for name in (first, second)]
-    assert meeting(monkeypatch, configs, given)[:2] == [configs[0], configs[0]] and configs[0] != configs[1]
+    assert configs[0] != configs[1]
+    assert meeting(monkeypatch, configs, given)[0] == {0: configs[0], 1: configs[0]}
 
 
 def test_a_first_rank_that_fails_waits_until_the_others_have_read_why(inputs, tmp_path, monkeypatch):
+    """The store ends with it."""
     given = of_backend(inputs, tmp_path)
 
     def fail(*_):
@@ -240,15 +250,16 @@ def test_a_first_rank_that_fails_waits_until_the_others_have_read_why(inputs, tm
 
     monkeypatch.setattr(planning, "resolve_auto", fail)
     config = automatic.sampled_by(given, "native")  # whose numbers are auto
-    first, second, order = meeting(monkeypatch, [config, config], given, late_s=1)
-    assert str(first) == "no such GPU" and str(second) == "rank 0 could not choose what is auto: no such GPU"
-    assert order == [1, 0], "the store ends with the first"
+    found, store = meeting(monkeypatch, [config, config], given)
+    assert str(found[0]) == "no such GPU" and str(found[1]) == "rank 0 could not choose what is auto: no such GPU"
+    assert store.read == [["auto read by 1"]]
 
 
 @pytest.mark.parametrize("key", ["urls=[http://h:1]", "handover=disk", "lora=adapter", "concurrency=3"])
 def test_keys_of_servers_do_not_go_with_auto(inputs, tmp_path, key):
     with pytest.raises(
-        ConfigError, match=rf"^rollout.server.{key.partition('=')[0]}: .* by rollout.backend auto; set it"
+        ConfigError,
+        match=rf"^rollout.server.{key.partition('=')[0]}: .* by rollout.backend auto, which starts vLLM inside .*; set that",
     ):
         of_backend(inputs, tmp_path, f"rollout.server.{key}")
 

@@ -197,8 +197,10 @@ def copies_in_8_bits(case: Case, further: dict[str, object]) -> list[tuple[int, 
     return found
 
 
-def calibrated(case: Case, seconds: dict[int, tuple]) -> list:
-    """What is said of an update of two micro-batches whose stages take so long: stage -> (forward, backward, optimizer)."""
+def calibrated(case: Case, seconds: dict[int, tuple], others: int = 0) -> tuple[list, list[str]]:
+    """What is said of an update of two micro-batches whose stages take so long: stage -> (forward, backward, optimizer).
+
+    others: ranks of the run that do not train."""
     from mrl.config.command import record
     from mrl.config.load import from_dict
     from mrl.engine.megatron.stage_times import StageTimes
@@ -214,5 +216,7 @@ def calibrated(case: Case, seconds: dict[int, tuple]) -> list:
     })  # fmt: skip
     command = record("sft")
     made = planner.plan(command, config, *read_parts(command, config, case.world), gpu_of("h200"))
+    made = dataclasses.replace(made, world_size=made.world_size + others)
     run = lambda config, dims, rank, *_: (StageTimes(*seconds[dims.coordinates(rank).pp_rank]), "here")  # noqa: E731
-    return calibrating.calibrate(made, planner.EFFICIENCY, run, lambda how_far: None)
+    found = calibrating.calibrate(made, planner.EFFICIENCY, run, lambda how_far: None)
+    return found, [line for one in found for line in calibrating.lines(made, one)]

@@ -109,13 +109,16 @@ def test_runs_of_one_process_take_as_long(planner, tmp_path):
 
 def test_times_of_stages_make_a_step(planner):
     """Two stages with two chunks each, two micro-batches: the schedule by hand, and what collectives add."""
-    [one] = planner.call("tests.plan.planned:calibrated", CASES[0], {0: ((1, 2), (2, 4), 9), 1: ((1, 2), (2, 4), 7)})
+    times = {0: ((1, 2), (2, 4), 9), 1: ((1, 2), (2, 4), 7)}
+    [one], lines = planner.call("tests.plan.planned:calibrated", CASES[0], times)
     # The second stage: forward of chunk 0 until 3; chunk 1 forward 4-6, backward -10, forward -12, backward -16; chunk 0
     # backward -18, and from 20, when the first stage is back from chunk 1, -22. The first stage ends two later.
     assert one.measured.alone.pipeline_s == 24
     assert one.measured.alone.optimizer_s == 9 and one.measured.alone.seconds == 24 + 9
     assert one.measured.whole.seconds > one.measured.alone.seconds
     assert one.efficiency == pytest.approx(0.5 * one.estimated.alone.pipeline_s / 24)
+    beside = planner.call("tests.plan.planned:calibrated", CASES[0], times, 4)
+    assert beside == ([one], lines), "ranks that do not train change nothing"
 
 
 @pytest.mark.parametrize(

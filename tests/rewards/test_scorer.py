@@ -137,13 +137,18 @@ def test_a_field_that_a_first_row_lacks_is_said_before_anything_is_scored(path):
 
 
 @pytest.mark.parametrize(
-    ("field", "fix"), [("anwser", "did you mean answer?"), ("tests", "name one of them, or add the field to the rows")]
+    ("field", "has"),
+    [
+        ("anwser", "prompt, answer, hint; did you mean answer?"),
+        ("tests", "prompt, answer, hint; name one of them, or add the field to the rows"),
+        ("hint", "null there; give the row a value, or name another field"),
+    ],
 )
 @pytest.mark.parametrize("name", ["exact_match", "gsm8k", "code"])
-def test_a_field_of_a_shipped_reward_that_a_first_row_lacks(name, field, fix):
+def test_a_field_of_a_shipped_reward_that_a_first_row_lacks(name, field, has):
     config = parse_rewards({"functions": [{"name": name, "field": field}], "workers": 1})
-    row = {"prompt": "1+1?", "answer": "2"}
-    line = f'rewards.functions[0].field: value "{field}" is the field that {name} reads, and row f:1 has prompt, answer; {fix}'
+    row = {"prompt": "1+1?", "answer": "2", "hint": None}
+    line = f'rewards.functions[0].field: value "{field}" is the field that {name} reads, and row f:1 has {has}'
     for refuse in (
         lambda: check_rewards(config, [(row, "f:1")]),
         lambda: Scorer(config, first=[Sample("", "", row, "f:1")]),

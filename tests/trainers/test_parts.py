@@ -39,7 +39,7 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 @pytest.mark.parametrize(
     ("steps", "epochs"), [(1, "0.0036 epochs"), (50, "0.18 epochs"), (281, "1 epoch"), (900, "3.2 epochs"), (9000, "32.03 epochs")]
 )  # fmt: skip
-def test_the_length_of_a_run_has_two_digits(steps, epochs):
+def test_the_length_of_a_run_is_never_zero_epochs(steps, epochs):
     said = []
     shows = types.SimpleNamespace(say=said.append)
     say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
