@@ -6,6 +6,7 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import os
@@ -317,6 +318,8 @@ def main() -> None:
 
 def command() -> None:
     """Runs `mrl` as a process of its own. One that has loaded PyTorch does not end the interpreter's way."""
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in a C++ library then shows the Python lines that called it
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that an ASCII terminal cannot show is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import importlib
 import json
 import os
@@ -159,6 +160,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     die_with_launcher(task.launcher_pid)
     _redirect_output(log_path(task.log_dir, rank), keep_terminal=rank == 0)
+    faulthandler.enable(2)  # a crash in a C++ library leaves the Python lines that called it in the log
     outcome = run_task(task, rank)
     if outcome.kind == "fault":
         with log_path(task.log_dir, rank).open("a", encoding="utf-8") as log:

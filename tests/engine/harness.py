@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import faulthandler
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -81,7 +82,7 @@ class World:
         port = _free_port()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, port, os.path.join(self.folder.name, "store"), device, theirs)
+            arguments = (rank, size, port, self.folder.name, device, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}")
             process.start()
             theirs.close()
@@ -103,7 +104,8 @@ class World:
                     error, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(timeout=5)
-                    deaths.append(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+                    with open(_crash_file(self.folder.name, rank)) as file:
+                        deaths.append(f"rank {rank} died with exit code {self.processes[rank].exitcode}\n{file.read()}")
                 else:
                     errors += [] if error is None else [error]
                     value = answer if rank == 0 else value
@@ -182,8 +184,15 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(rank: int, size: int, port: int, store: str, device: str, pipe) -> None:
+def _crash_file(folder: str, rank: int) -> str:
+    """Returns the file of the Python lines that a rank was at when a signal ended it."""
+    return os.path.join(folder, f"rank_{rank}.crash")
+
+
+def _serve(rank: int, size: int, port: int, folder: str, device: str, pipe) -> None:
     """A worker: joins the process group, then answers cases until the pipe closes."""
+    crash = open(_crash_file(folder, rank), "w")  # noqa: SIM115
+    faulthandler.enable(crash)  # which stays open until the process ends
     import torch
     import torch.distributed as dist
 
@@ -204,7 +213,9 @@ def _serve(rank: int, size: int, port: int, store: str, device: str, pipe) -> No
     share_device()
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank, world_size=size, timeout=timeout
+    )
     while True:
         try:
             function, kwargs, sys.path[:] = pickle.loads(pipe.recv_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -72,6 +73,12 @@ def fault_on_rank_1(config, command_line: str) -> None:
 def killed_on_rank_1(config, command_line: str) -> None:
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    _forever(config)
+
+
+def crashes_on_rank_1(config, command_line: str) -> None:
+    if RANK == 1:
+        ctypes.string_at(0)
     _forever(config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -164,15 +165,23 @@ def test_any_dataclass_of_keys_is_a_config(tmp_path, monkeypatch):
     assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_killed_rank_ends_all_and_is_named_and_temporary_logs_stay(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "signal", "log"),
+    [
+        ("killed_on_rank_1", r"SIGKILL \(out of memory\?\)", ""),
+        ("crashes_on_rank_1", "SIGSEGV", "Fatal Python error: Segmentation fault.* in crashes_on_rank_1"),
+    ],
+)
+def test_a_killed_rank_ends_all_and_is_named_and_temporary_logs_stay(tmp_path, monkeypatch, target, signal, log):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    with pytest.raises(local.RankFailed, match=r"^rank 1 was killed by SIGKILL \(out of memory\?\)") as caught:
-        local.launch("tests.launch.targets:killed_on_rank_1", targets.Notes(output_dir=str(tmp_path)), "mrl words", 2)
+    with pytest.raises(local.RankFailed, match=f"^rank 1 was killed by {signal}; its log is") as caught:
+        local.launch(f"tests.launch.targets:{target}", targets.Notes(output_dir=str(tmp_path)), "mrl words", 2)
     assert len(str(caught.value).splitlines()) == 1
     assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
     assert "checkpoint" not in str(caught.value), "nothing was saved that the command would go on from"
-    assert pathlib.Path(str(caught.value).rpartition("its log is ")[2]).is_file()
+    written = pathlib.Path(str(caught.value).rpartition("its log is ")[2]).read_text()
+    assert re.search(log, written, re.DOTALL), written
 
 
 def test_logs_that_cannot_be_made_are_the_users_mistake():
