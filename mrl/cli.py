@@ -234,7 +234,13 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
                 for key, value in given.items()
                 if value is not None
             )
-            code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
+            try:
+                code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
+            except BrokenPipeError as error:
+                if _reads_stdout():
+                    raise
+                fix = "run the same command again, which goes on from the last checkpoint"
+                raise UserError("standard output", why="was closed, as by `| head`", fix=fix) from error
         else:
             code = of.run(**words)
         if code:
@@ -249,6 +255,16 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     if any(one.kind == "overrides" for one in params):
         return _OfKeys(instead=of.instead if isinstance(of, Command) else {}, **given)
     return _Command(**given)
+
+
+def _reads_stdout() -> bool:
+    """Returns whether the pipe that stdout may be has a reader."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _epilog(examples: str) -> str:

@@ -7,6 +7,7 @@ import itertools
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -370,6 +371,36 @@ def test_under_srun_it_joins(workspace, monkeypatch):
     result = invoke("sft", "config.yaml")
     assert result.exit_code == 0, result.output
     assert seen == [["0", "2", "0", "gpu1"]]
+
+
+def test_a_crash_in_a_library_says_which_lines_called_it(workspace):
+    code = (
+        "import ctypes, sys\n"
+        "from mrl import cli\n"
+        "cli.main = lambda **_: ctypes.string_at(0)\n"
+        "cli.command()\n"
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV and "Fatal Python error: Segmentation fault" in done.stderr
+    assert "cli.py" in done.stderr and "in command" in done.stderr
+
+
+def test_a_run_whose_output_nobody_reads_says_so(workspace, monkeypatch):
+    """As `mrl sft ... | head`: a pipe without a reader."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    code = (
+        "import sys\n"
+        "from mrl import cli\n"
+        "from mrl.launch import start\n"
+        "start.trainer_of = lambda command: lambda *_: print('a step', flush=True)\n"
+        "sys.argv = ['mrl', 'sft', 'config.yaml']\n"
+        "cli.command()\n"
+    )
+    with os.fdopen(theirs, "w") as pipe:
+        done = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True)
+    line = "mrl: standard output: was closed, as by `| head`; run the same command again, which goes on"
+    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 ENDINGS = {

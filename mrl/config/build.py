@@ -119,7 +119,7 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return _coerce_tuple(args, value, key)
     if origin is dict and isinstance(value, Mapping):
-        return {_coerce(args[0], k, key): v if args[1] is Any else _coerce(args[1], v, key) for k, v in value.items()}
+        return {_coerce(args[0], k, key): _coerce_entry(args[1], k, v, key) for k, v in value.items()}
     if annotation is float and type(value) in (int, float):
         return _in_bounds(_float(value), value, key)
     if annotation is int and type(value) is int:
@@ -129,6 +129,13 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
     if annotation in (bool, type(None)) and type(value) is annotation:
         return value
     return _refuse(value, key)
+
+
+def _coerce_entry(annotation: Any, name: Any, value: Any, key: Key) -> Any:
+    """Returns the value of a mapping's entry as `annotation`; a mistake names the entry."""
+    if annotation is Any:
+        return value
+    return _coerce(annotation, value, dataclasses.replace(key, path=f"{key.path}.{name}", annotation=annotation))
 
 
 def checked_text(value: str, path: str) -> str:

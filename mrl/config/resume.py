@@ -11,6 +11,7 @@ from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
 from mrl.config.keys import join_key, walk_keys
+from mrl.config.recipes import ROWS
 from mrl.config.urls import without_signatures
 from mrl.errors import MAX_SHOWN, ConfigError, Shown, show
 
@@ -182,7 +183,10 @@ class Change:
 
 def _effect(key: str, pair: tuple[Any, Any], new: Mapping[str, Any]) -> str:
     """Returns what else the change of a key changes, in words; "" for nothing. new: the config of the resume."""
-    optimizers = [_at(new, "optimizer"), _at(new, "actor", "optimizer")]
+    algorithm = new.get("algorithm") or {}
+    advantage = algorithm.get("advantage") or ROWS.get(algorithm.get("name", ""), {}).get("advantage")
+    roles = ["actor", "critic"] if advantage == "gae" else ["actor"]
+    optimizers = [_at(new, "optimizer"), *(_at(new, role, "optimizer") for role in roles)]
     follows = any(optimizer and optimizer.get("schedule") != "constant" for optimizer in optimizers)
     if key in ("train.steps", "train.epochs") and follows:
         return NEW_LENGTH

@@ -137,6 +137,8 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
             continue
         try:
             value = _value(row, value, given, trainer)
+            if value is not None and not by_hand.isdisjoint(ours):
+                raise KeyError(row.theirs)
         except KeyError:
             note = f" ({row.note})" if row.note else ""
             made.rest.append(f"{row.theirs}: {show(given.get(row.theirs))}: give {' and '.join(ours)}{note}")

@@ -237,8 +237,15 @@ def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     except json.JSONDecodeError as e:
         raise BadRow(_why_not_json(head(), json_problem(e))) from None
     if not isinstance(row, dict):
-        raise BadRow(_why_not_json(head(), f"the line is a JSON {type(row).__name__}"))
+        raise BadRow(_why_not_json(head(), f"the line is {_json_kind(row)}"))
     return row
+
+
+def _json_kind(value: Any) -> str:
+    """Returns what a value that is no object is called in JSON."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "an array" if isinstance(value, list) else "a string" if isinstance(value, str) else "a number"
 
 
 def parse_json(text: str) -> Any:

@@ -458,6 +458,8 @@ def _string(value: Any, name: str, *, empty: bool = True) -> str:
 
 def _tokens(row: Row) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
+    if isinstance(mask := row.get("attention_mask"), list) and 0 in mask:
+        raise BadRow(f"attention_mask[{mask.index(0)}] is 0; remove padding from input_ids, and the mask")
     given = [name for name in ("labels", WEIGHTS, *MASK_FIELDS) if row.get(name) is not None]
     if len(given) > 1:
         raise BadRow(f"has {' and '.join(given)}; keep the one that marks the trained tokens")

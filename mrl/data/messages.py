@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
+import os
 import typing
 from typing import Any
 
@@ -31,11 +31,24 @@ def check_role(role: Any, name: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _meant_by(role: str) -> str | None:
     """Returns the role that a misspelt one means."""
-    if not role.isalpha():  # user_2
-        return None
-    names = [name for name in ("human", *ROLES) if name != "ipython" and abs(len(name) - len(role)) <= 2]  # nor python
-    near = difflib.get_close_matches(role.lower(), names, n=1, cutoff=0.75)
-    return OTHER_NAMES.get(near[0], near[0]) if near else None
+    names = [*(name for name in ROLES if name != "ipython"), *OTHER_NAMES]  # python is no slip
+    meant = next((name for name in names if _is_slip(role.lower(), name)), None)
+    return OTHER_NAMES.get(meant, meant) if meant else None
+
+
+def _is_slip(word: str, name: str) -> bool:
+    """Returns whether a word is a name but for one letter: left out, put in, changed, or two in the wrong order.
+
+    A letter at the end makes another name, as in userA or tools.
+    """
+    if word == name:
+        return True
+    same = len(os.path.commonprefix([word, name]))
+    rest, wanted = word[same:], name[same:]
+    if len(name) < len("tool") or not same or not wanted:
+        return False
+    swapped = rest[:2] == wanted[1::-1] and rest[2:] == wanted[2:]
+    return swapped or wanted[1:] in (rest, rest[1:]) or rest[1:] == wanted
 
 
 def extra_fields(message: dict[str, Any]) -> list[str]:

@@ -107,7 +107,7 @@ def writing(
     temporary = os.path.join(root, TEMPORARY + name)
     if ranks.rank == 0:
         os.makedirs(root, exist_ok=True)
-        _tidy(root)
+        tidy(root)
         os.mkdir(temporary)
     ranks.gather(None)
     if not os.path.isdir(temporary):
@@ -293,8 +293,9 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
     return sorted(found, key=lambda item: (item[1].serial, item[0]))
 
 
-def _tidy(root: str) -> None:
-    """Completes what a kill interrupted: gives a whole temporary folder its name and removes other leftovers."""
+def tidy(root: str) -> None:
+    """Completes what a kill or a full disk interrupted: gives a whole temporary folder its name and removes other
+    leftovers."""
     for path, _ in _whole(root):
         finish_rename(path)
     _empty_trash(root)

@@ -247,7 +247,7 @@ def _raise_first_failure(
             continue  # how torch elastic ends the ranks that are left
         name = signal.Signals(signum).name
         memory = " (out of memory?)" if signum == signal.SIGKILL else ""
-        advice = "; the same command goes on from the last checkpoint" if resumes else ""
+        advice = "; the same command goes on from the last checkpoint, if there is one" if resumes else ""
         raise RankFailed(f"rank {rank} was killed by {name}{memory}{advice}; its log is {log_path(log_dir, rank)}")
     for outcome in outcomes:
         if outcome.kind == "fault":

@@ -133,7 +133,8 @@ def _planned(
         preflight.check_engines(command, config)
         config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserved)
         if automatic.leaves_backend_open(config):
-            notes = [*notes, f"{automatic.BACKEND}: auto is planned as native; a run may choose vllm"]
+            may = "; a run may choose vllm" if not config.rollout.ranks else ""
+            notes = [*notes, f"{automatic.BACKEND}: auto is planned as native{may}"]
         made, timed = planned(config), []
         if calibrate:
             from mrl.plan import calibrating

@@ -30,7 +30,7 @@ from mrl.config.sources import RAW_TEXT, RenderedSource, Share
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
-from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
+from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable, why_no_file
 from mrl.parallel import ParallelDims
 from mrl.trainers import used_folder
 from mrl.weights import adapter_folder
@@ -456,7 +456,10 @@ def _check_output_dir(output_dir: str) -> None:
                 f"is the folder of a model (it holds {held}), whose files a run would be mixed with",
                 "give a folder of its own, as in runs/demo",
             )
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        existing = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+        if not existing.exists():
+            why = f"cannot be made: {existing} {why_no_file(existing)}"
+            raise ConfigError("output_dir", quoted(output_dir), why, "give another folder, or remove the link")
         os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
     except OSError as error:
         raise unwritable(output_dir, existing, error) from None

@@ -59,7 +59,7 @@ def start(
             print(saved, flush=True)
         return None
     with announce("checking files and layout", shows=shows):
-        if not dry_run and (joined is None or joined.rank == 0):
+        if not dry_run and joined is None:  # ranks of another launcher refuse together, once they have met
             run_lock.refuse_if_in_use(Path(config.output_dir))
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:

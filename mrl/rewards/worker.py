@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import faulthandler
 import fcntl
 import mmap
 import os
@@ -226,6 +227,7 @@ def die_with(lifeline: int) -> None:
 def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     """Runs the worker's whole life."""
     die_with(lifeline)
+    faulthandler.enable(2)  # a crash in a C++ library says which Python lines called it
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, OSError):
         setup: WorkerConfig = connection.recv()

@@ -36,7 +36,7 @@ CASES = [
     Case("not a choice", "engine.backend", ("did you mean megatron",), ("engine.backend=megatrn",)),
     Case("one beta", "optimizer.betas", ("a list of 2 numbers",), ("optimizer.betas=[0.9]",)),
     Case("beta of 1", "optimizer.betas", ("value 1 is out of range",), ("optimizer.betas=[0.9, 1.0]",)),
-    Case("column to a number", "data.columns", ("text to text",), ("data.columns={prompt: 3}",)),
+    Case("column to a number", "data.columns", ("data.columns.prompt", "give text"), ("data.columns={prompt: 3}",)),
     Case("lora", "model.lora", ("give a mapping", "rank, alpha"), ("model.lora=8",)),
     Case("lora on nothing", "model.lora.target_modules", ("names nothing",), ("model.lora={target_modules: []}",)),
     Case("lora from scratch", "model.init", ("model.lora",), ("model.init=random", "model.lora={rank: 8}")),

@@ -59,6 +59,8 @@ def test_every_row_names_keys_that_a_command_has():
         ("ppo", "data.train_batch_size", "did you mean train.global_batch_size? (counts prompts there; ours counts"),
         ("sft", "data.train_batch_size", "did you mean train.global_batch_size? (counts rows in both"),
         ("sft", "deepspeed", "did you mean engine.backend?"),
+        ("sft", "optim.warmup_steps_ratio", "did you mean optimizer.warmup_steps? (a share of the run there"),
+        ("sft", "optim.lr_scheduler", "did you mean optimizer.schedule?"),
         ("sft", "num_generations", "it is TRL's for rollout.samples_per_prompt, which this command lacks"),
         ("sft", "push_to_hub", "leave it out: checkpoint.export_hf"),
         ("sft", "lr_scheduler_kwargs.min_lr_rate", "leave it out: it is TRL's"),  # below a key of the table
@@ -202,6 +204,60 @@ def test_a_list_that_is_told_by_hand_is_not_made_of_defaults(tmp_path):
     (tmp_path / "theirs.yaml").write_text("model_name_or_path: m\nadam_beta1: 0.95\n")
     done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
     assert "betas" not in done.stdout and "adam_beta1: 0.95: give optimizer.betas" in done.stderr
+    (tmp_path / "theirs.yaml").write_text("model_name_or_path: m\nadam_beta1: 0.95\nadam_beta2: 0.999\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert "betas" not in done.stdout and "adam_beta2: 0.999: give optimizer.betas" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "ours", "left"),
+    [
+        ("loss_type: ipo", "dpo", {"loss.name": "ipo", "loss.length_normalized": True}, ()),
+        ("loss_type: sigmoid_norm", "dpo", {"loss.name": "dpo", "loss.length_normalized": True}, ()),
+        ("loss_type: sigmoid\nlabel_smoothing: 0.1", "dpo", {"loss.name": "dpo", "loss.label_smoothing": None}, ("label_smoothing: 0.1: give loss.label_smoothing",)),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]", "dpo", {"loss.sft_weight": None}, ("loss_type: ", "loss_weights: ")),
+        ("center_rewards_coefficient: 0.1", "rm", {"optimizer.lr": 1e-4}, ()),
+    ],
+)  # fmt: skip
+def test_losses_of_trl_are_ours_or_are_said_to_be_none(tmp_path, text, command, ours, left):
+    (tmp_path / "theirs.yaml").write_text(f"model_name_or_path: m\n{text}\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml"), "--as", command])
+    found = dotted(yaml.safe_load(done.stdout))
+    assert {key: found.get(key) for key in ours} == ours
+    lines = [line for line in done.stderr.splitlines() if "no default" not in line]
+    assert len(lines) == len(left) and all(part in line for part, line in zip(left, lines, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("text", "ours", "left"),
+    [
+        ("dpo: {preference_loss_weight: 2, sft_loss_weight: 0.5}", None, ("preference_loss_weight: 2", "sft_loss_weight: 0.5")),
+        ("dpo: {preference_loss_weight: 1, sft_loss_weight: 0.5}", 0.5, ()),
+        ("dpo: {sft_average_log_probs: false, sft_loss_weight: 0.5}", None, ("sft_average_log_probs: false", "sft_loss_weight: 0.5")),
+    ],
+)  # fmt: skip
+def test_weights_of_losses_of_nemo_rl(tmp_path, text, ours, left):
+    (tmp_path / "theirs.yaml").write_text(f"policy: {{model_name: m}}\n{text}\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert dotted(yaml.safe_load(done.stdout)).get("loss.sft_weight") == ours
+    assert all(any(part in line for line in done.stderr.splitlines()) for part in left), done.stderr
+
+
+@pytest.mark.parametrize(("metric", "keep"), [("null", 3), ("val:accuracy", None)])
+def test_the_best_checkpoints_of_nemo_rl_are_not_the_newest_of_ours(tmp_path, metric, keep):
+    text = f"policy: {{model_name: m}}\ngrpo: {{}}\ncheckpointing: {{keep_top_k: 3, metric_name: '{metric}'}}\n"
+    (tmp_path / "theirs.yaml").write_text(text)
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert dotted(yaml.safe_load(done.stdout)).get("checkpoint.keep") == keep
+    assert ("keep_top_k: 3: give checkpoint.keep (the best there" in done.stderr) == (keep is None)
+
+
+@pytest.mark.parametrize(("kind", "cap"), [("k3", 10), ("low_var_kl", 10), ("kl", None)])
+def test_the_cap_of_verls_k3_is_written_out(tmp_path, kind, cap):
+    text = "actor_rollout_ref: {model: {path: m}}\nalgorithm: {adv_estimator: grpo, use_kl_in_reward: true, kl_penalty: %s}\n"
+    (tmp_path / "theirs.yaml").write_text(text % kind)
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    assert dotted(yaml.safe_load(done.stdout)).get("algorithm.kl_cap") == cap
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,15 @@ def test_what_is_given_in_place_of_a_config(tmp_path, name, make, says):
         load_config(tmp_path / name)
 
 
+def test_a_config_may_come_through_a_pipe_of_the_shell():
+    """As of `mrl sft <(...)`."""
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as pipe:
+        pipe.write(json.dumps(BASE))
+    assert load_config(f"/dev/fd/{ours}") == from_dict(BASE)
+    os.close(ours)
+
+
 @pytest.mark.parametrize("indent", [None, 0, 2])
 def test_a_config_may_be_json(tmp_path, indent):
     several = merged(BASE, {"data": {"train": [{"path": "a"}, {"path": "b"}]}})

@@ -162,6 +162,7 @@ def plain_ppo(**sections: object) -> dict:
         (plain, {"train": {"steps": None}}, "left", NEW_LENGTH, ""),
         (plain, {"train": {"steps": None}, "optimizer": {"schedule": "constant"}}, "drop", "", OF_ROWS),
         (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "grpo"}}, "drop", "", ""),
+        (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "ppo"}}, "drop", NEW_LENGTH, ""),
     ],
 )  # fmt: skip
 def test_what_a_change_changes_too_is_said_where_it_does(make, keys, truncation, of_steps, of_rows):

@@ -248,6 +248,8 @@ def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, 
     shutil.copytree(imported, checkpoints / "step_00000002")
     (checkpoints / "latest").write_text("step_00000002\n")
     assert invoke("export", checkpoints / "latest", tmp_path / "out").exit_code == 0
+    (checkpoints / "best").write_text("step_00000002\n")
+    assert invoke("verify", checkpoints / "latest", checkpoints / "best", "--no-logits").exit_code == 0
     code, said = run("export", checkpoints / "step_00000002/mcore", tmp_path / "other")
     assert code == 2 and f"is a part of the checkpoint {checkpoints / 'step_00000002'}; give that" in said
     code, said = run("import", tmp_path / "run", tmp_path / "other")

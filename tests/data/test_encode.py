@@ -5,6 +5,7 @@ import pytest
 from mrl.batch import make_batch
 from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
+from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError
 from tests.data.tiny_tokenizers import (
@@ -79,6 +80,8 @@ def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_no
     with pytest.raises(DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole .* \('.*fox"):
         encode(chat, CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
     assert encode(chat, CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
+    with pytest.raises(BadRow, match=r"^messages\[1\].content is only white space; write the answer"):
+        encode(Chat(turns("hello", "\n")), CHATML.replace("role }}\n", "role }} "))
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])

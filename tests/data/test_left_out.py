@@ -65,6 +65,12 @@ def test_a_role_that_only_the_template_can_know(tmp_path):
     [line] = notes(tmp_path, row)
     assert "the role 'environment' is in no list of mrl, and the chat template does not name it" in line
     assert notes(tmp_path, row, template=CHATML + "{# 'environment' #}") == []
+    assert len(notes(tmp_path, row, template=CHATML + "{# no environments #}")) == 1
+
+
+@pytest.mark.parametrize("role", ["userA", "tools", "user_2", "python", "human2", "developers", "narrator", "man"])
+def test_a_role_of_another_name_is_no_slip(tmp_path, role):
+    assert len(notes(tmp_path, {"messages": [USER, {"role": role, "content": "4"}, ANSWER]})) == 1
 
 
 @pytest.mark.parametrize("field", ["tool_call_id", "name"])

@@ -26,6 +26,8 @@ from tests.trainers.rl import tiny_policies
 
 REPO = pathlib.Path(__file__).parents[2]
 REWARD = '''
+print("what a user's file says when it is imported is no result")
+
 def even(prompt, completion, row):
     """1 where the completion has an even number of characters: random models are right about half of the time."""
     return float(len(completion) % 2 == 0)
@@ -354,6 +356,8 @@ REFUSED = {
     "two rewards": (("both.yaml",), "reward: is given together with rewards; keep one of them"),
     "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even"),
     "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), '--reward: value "answer" is the field that gsm8k reads, and row bare.jsonl:1 has prompt; name one of them, or add the field to the rows (--reward \'{name: gsm8k, field: NAME}\')'),
+    "an answer by another name": (("renamed.jsonl", "--reward", "gsm8k", "data.columns={reply: answer}", "--against", "other.json"), "--against: value 'other.json' is no result"),
+    "a backend of training": ((*OF_ROWS, "rollout.backend=auto"), "is for `mrl ppo` alone"),
     "out over the rows": ((*OF_ROWS, "--out", "rows.jsonl"), "--out: is the file of the task"),
     "out over what is compared": ((*OF_ROWS, "--against", "earlier.json", "--out", "earlier.json"), "--out: is the file of --against"),
 }  # fmt: skip
@@ -369,6 +373,7 @@ def bad(inputs) -> pathlib.Path:
     strict = {"config": {"rollout": {}, "data": {}, "rewards": {"functions": [{"name": "gsm8k", "strict": True}]}}}
     (inputs / "strict.json").write_text(json.dumps(result([[1.0]], reward="gsm8k", **strict)))
     write_jsonl(inputs / "bare.jsonl", [{"prompt": "1+1="}])
+    write_jsonl(inputs / "renamed.jsonl", [{"prompt": "1+1=", "reply": "2"}])
     tasks = {
         "bad": {"reward": "gsm8k"},
         "typo": {"data": "rows.jsonl", "reward": "gsm8k", "max_tokens": 3},

@@ -28,6 +28,7 @@ from mrl.launch import automatic, gpu_variables, planning, preflight, start
 from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
 from mrl.trainers.run_directory import RunDirectory
+from mrl.trainers.run_lock import RunLock
 from tests.config.test_load import merged
 from tests.forks import forks
 from tests.launch import gpu_queries
@@ -274,7 +275,9 @@ def sft(tmp_path_factory):
     return tiny_runs.write_config(folder / "sft.yaml", config)
 
 
-def run_ranks(sft: pathlib.Path, folder: pathlib.Path, gpus: tuple[str, str]) -> tuple[list[int], list[str]]:
+def run_ranks(
+    sft: pathlib.Path, folder: pathlib.Path, gpus: tuple[str, str] = ("GB=4.773", "GB=4.773")
+) -> tuple[list[int], list[str]]:
     """Runs `mrl sft` as two ranks of another launcher. Returns the exit codes, and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -309,6 +312,16 @@ def test_ranks_do_not_wait_for_a_first_one_that_fails(sft, tmp_path):
     codes, said = run_ranks(sft, tmp_path, ("no-gpu", "h200"))
     assert 0 not in codes and "no-gpu" in said[0]
     assert "rank 0 could not choose what is auto: MRL_PLAN_GPU" in said[1]
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_are_refused_a_folder_in_use(sft, tmp_path):
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    codes, said = run_ranks(sft, tmp_path)
+    lock.release()
+    assert codes == [2, 2], said
+    assert all("is in use by another run (process " in one for one in said), said
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,10 @@ def test_ranks_that_sample_beside_training_are_planned_on_gpus_of_their_own(plan
     assert "mrl ppo on 8 x h100-80gb" in done.stdout and "tp4+sp, 8b" in done.stdout
     assert re.search(r"sampling ranks: tp2\+?s?p?xdp2, 8b[^\n]*\n  stage 0 +ranks 4-7 ", done.stdout), done.stdout
     assert "  sampling ranks sample up to 32,768 tokens meanwhile" in done.stdout
+    rates = re.findall(r"[\d,]+ tokens/s a GPU", done.stdout)
+    assert rates and rates == re.findall(
+        r"[\d,]+ tokens/s a GPU", plan("grpo.yaml", "algorithm.name=grpo", "-n", "4").stdout
+    )
     alone = json.loads(
         plan("grpo.yaml", "algorithm.name=grpo", "actor.engine.parallel.tp=2", "-n", "4", "--json").stdout
     )

@@ -13,7 +13,7 @@ from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
-from mrl.plan.memory import RolePlan, memory_uses, micro_batches, most_activations
+from mrl.plan.memory import RolePlan, _graph_pool, memory_uses, micro_batches, most_activations
 from tests.cuda import models
 from tests.cuda.cases import DELTA, DENSE, Case
 
@@ -37,6 +37,20 @@ def role(config: RoleConfig = CONFIG, name: str = "actor", pp: int = 2) -> RoleP
     )  # fmt: skip
     forward = dataclasses.replace(trained, grad_buffers=(), chunks=(dataclasses.replace(CHUNK, forward_peak=12),))
     return RolePlan(name, "none", config, dims, (trained,) * pp, (forward,) * pp)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "gradients"),
+    [
+        ("local", {}, 1000 * 2),
+        ("te", {}, 0),
+        ("te", {"gradient_accumulation_fusion": False}, 1000 * 2),
+        ("local", {"gradient_accumulation_fusion": True}, 1000 * 2),
+    ],
+)
+def test_graphs_of_training_keep_gradients_that_no_kernel_adds_into_the_buffers(spec, fields, gradients):
+    config = dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, megatron=fields))
+    assert _graph_pool(role().trains[0], config, spec) - _graph_pool(role().trains[0], CONFIG, "te") == gradients
 
 
 def offloading(*kinds: str) -> RoleConfig:

@@ -113,6 +113,12 @@ def test_faults(pool, name, completion, fault):
     assert bad.values is None and not bad.timed_out and re.match(fault, bad.fault), bad
 
 
+def test_a_crash_in_a_library_says_which_lines_called_it(path, capfd):
+    with make(path) as pool:
+        pool.run(scripts("segfault"))
+    assert re.search(r"Fatal Python error: Segmentation fault.*my_rewards.py.* in script", capfd.readouterr().err, re.S)
+
+
 @pytest.mark.parametrize(
     ("name", "completion"),
     slow_but(

@@ -1,5 +1,6 @@
 """A run directory in which something is of another kind: one line before anything is written; links are followed."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import pytest
 from mrl import metrics
 from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
-from mrl.errors import CheckpointError, ConfigError
+from mrl.errors import CheckpointError, ConfigError, DataError
 from mrl.trainers.run_directory import RunDirectory, choose_start
 from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED, check_kinds
 from tests.engine.test_checkpoint import save
@@ -35,6 +36,24 @@ def test_another_kind_of_thing_is_named(tmp_path, name):
     if name in FOLDERS:
         (tmp_path / "scratch").mkdir()
         assert start(tmp_path).step == 0 and path.is_symlink()
+
+
+def test_what_a_full_disk_left_of_a_checkpoint_makes_room_for_the_config(tmp_path, monkeypatch):
+    run, config = RunDirectory(tmp_path / "run"), from_dict(make_config(tmp_path, tmp_path / "run"))
+    half = run.checkpoints / ".tmp-step_00000001"
+    half.mkdir(parents=True)
+    (half / "weights").write_text("x")
+    save(run.checkpoints, 2)
+    half.mkdir()
+    run.prepare(config, "mrl sft")
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step_00000002"]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mrl.trainers.run_directory.write_text", full)
+    with pytest.raises(DataError, match=r"config.yaml.tmp: cannot be written \(No space left.*; give it room, and run"):
+        run.prepare(config, "mrl sft")
 
 
 @pytest.mark.parametrize("name", REPLACED)
