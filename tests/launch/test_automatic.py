@@ -33,6 +33,7 @@ from tests.config.test_load import merged
 from tests.forks import forks
 from tests.launch import gpu_queries
 from tests.resume.kills import are_gone
+from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.tiny_runs import REPO
@@ -82,7 +83,9 @@ def numbers(folder: pathlib.Path, keys: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "sections"), [("megatron", "inherited"), ("fsdp", "own")])
+@pytest.mark.parametrize(
+    ("backend", "sections"), nightly_but([("megatron", "inherited")], [("megatron", "inherited"), ("fsdp", "own")])
+)
 def test_a_run_chooses_once_and_its_resumes_keep_the_numbers(inputs, tmp_path, backend, sections):
     file = ppo(inputs, tmp_path, backend, sections)
     config = load_config(file, root=PPO.root)

@@ -58,7 +58,6 @@ IN_CI = [
     CASES[12],
     CASES[14],
     CASES[16],
-    CASES[20],
 ]  # of two ranks; `make test-nightly` runs them all
 
 

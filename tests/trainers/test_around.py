@@ -16,7 +16,7 @@ from tests.convert.test_composite import make
 from tests.engine.harness import run_case
 from tests.engine.test_fsdp_composite import tensors_of
 from tests.inference.cases import mrl
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.test_sft import CASE, train
@@ -141,11 +141,11 @@ def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "backend", "lora"),
-    slow_but(
-        [],
+    in_tiers(
+        [], [("qwen3_5_moe", "fsdp", None), ("qwen3_5", "megatron", None)],
         [
-            ("qwen3_5_moe", "fsdp", None), ("qwen3_5", "fsdp", {"rank": 2, "export": "merged"}),
-            ("qwen3_5", "megatron", None),
+            ("qwen3_5_moe", "fsdp", None), ("qwen3_5", "megatron", None),
+            ("qwen3_5", "fsdp", {"rank": 2, "export": "merged"}),
         ],
     ),
 )  # fmt: skip

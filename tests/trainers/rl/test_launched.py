@@ -276,9 +276,7 @@ def restarted(config, inputs, server, happening="killed_at", **how) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", nightly_but(["server ends", *NONE_IS_WHOLE], ["server ends", "two at a weight sync", *NONE_IS_WHOLE])
-)
+@pytest.mark.parametrize("how", nightly_but(NONE_IS_WHOLE, ["server ends", "two at a weight sync", *NONE_IS_WHOLE]))
 def test_several_iterations_ahead_go_on_to_the_same_bits(inputs, server, unbroken, tmp_path, how):
     """With adapters the checkpoint has the weights of rollouts that broke off."""
     config = config_of(inputs, tmp_path / "run", server, **ADAPTERS)
