@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import select
 import sys
 import textwrap
 import traceback
@@ -237,7 +238,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
             try:
                 code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
             except BrokenPipeError as error:
-                if _reads_stdout():
+                if _stdout_has_reader():
                     raise
                 fix = "run the same command again, which goes on from the last checkpoint"
                 raise UserError("standard output", why="was closed, as by `| head`", fix=fix) from error
@@ -257,14 +258,11 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     return _Command(**given)
 
 
-def _reads_stdout() -> bool:
-    """Returns whether the pipe that stdout may be has a reader."""
-    try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return False
-    return True
+def _stdout_has_reader() -> bool:
+    """Returns whether stdout is no pipe, or one that somebody reads."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _epilog(examples: str) -> str:

@@ -385,6 +385,7 @@ def test_a_crash_in_a_library_says_which_lines_called_it(workspace):
     assert "cli.py" in done.stderr and "in command" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_says_so(workspace, monkeypatch):
     """As `mrl sft ... | head`: a pipe without a reader."""
     ours, theirs = os.pipe()

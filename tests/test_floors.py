@@ -91,6 +91,7 @@ def test_every_part_has_a_floor():
     assert not unknown, f"give {unknown} a floor in FLOORS"
 
 
+@pytest.mark.slow
 def test_imports_run_down():
     up = []
     for module, path in MODULES.items():

@@ -207,6 +207,7 @@ class Answer:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_wandb_offline_goes_on_under_the_same_id(no_account, tmp_path):
     for start in (0, 1):
         log = open_log(tmp_path / "demo" if start else make(tmp_path / "demo"), LogConfig(wandb=WandbConfig(project="p")), step=start)  # fmt: skip

@@ -367,10 +367,9 @@ class Encoder:
             )
         before, _ = self.render(chat, chat.messages[:turn], prompt=True)
         start = len(before)
-        message = chat.messages[turn]
-        if whole[:start] != before and is_blank(message["content"]) and not extra_fields(message):
-            raise BadRow(f"messages[{turn}].content is only white space; write the answer, or remove the row")
         if whole[:start] != before:
+            if is_blank(chat.messages[turn]["content"]) and not extra_fields(chat.messages[turn]):
+                raise BadRow(f"messages[{turn}].content is only white space; write the answer, or remove the row")
             raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]

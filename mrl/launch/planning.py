@@ -133,8 +133,8 @@ def _planned(
         preflight.check_engines(command, config)
         config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserved)
         if automatic.leaves_backend_open(config):
-            may = "; a run may choose vllm" if not config.rollout.ranks else ""
-            notes = [*notes, f"{automatic.BACKEND}: auto is planned as native{may}"]
+            choice = "" if config.rollout.ranks else "; a run may choose vllm"
+            notes = [*notes, f"{automatic.BACKEND}: auto is planned as native{choice}"]
         made, timed = planned(config), []
         if calibrate:
             from mrl.plan import calibrating

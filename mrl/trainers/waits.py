@@ -66,7 +66,8 @@ class WaitWatch:
         while not ended.wait(0.25):
             word = self.word(time.monotonic())
             if word is not None and not ended.is_set():
-                self._write(word)
+                with contextlib.suppress(BrokenPipeError):  # the run's own next line says it
+                    self._write(word)
 
 
 def write_line(line: str) -> None:

@@ -23,6 +23,7 @@ def measured(world: int, work, fault: str = "none"):
     return run_case(world, MEASURED, work=work, fault=fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "backend", "parallel"),
     nightly_but(

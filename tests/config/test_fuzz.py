@@ -66,6 +66,7 @@ def of_command_alone(command: str) -> list:
     return [key for key in numeric(roots()[command]) if stated(key) not in seen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", roots())
 def test_each_numeric_key_at_the_extremes_of_its_type(command):
     root, base = roots()[command], fuzz.BASES[command]

@@ -33,6 +33,7 @@ def train(command: str, path: str) -> None:
     importlib.import_module(f"mrl.trainers.{command}").run(load_config(path, (), root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "backend"), [(2, "megatron"), (1, "fsdp")])
 def test_sft_from_an_import(tmp_path, size, backend):
     tiny_runs.make_inputs(tmp_path)

@@ -51,6 +51,7 @@ def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
     assert not beyond(te_ceilings(case), found.result.syncs, "a micro-batch")
 
 
+@pytest.mark.slow
 def test_buffers_are_as_large_as_a_plan_says(te_worker):
     from mrl.mcore_models.userbuffers import BufferShape
 

@@ -48,6 +48,7 @@ def findings(text):
     return found
 
 
+@pytest.mark.slow
 def test_where_much_is_broken(tmp_path):
     """Each in another way; torch among them, so that nothing can be said of what a run would use."""
     ways = {"torch": "OSError", "wandb": "SystemExit", "rich": "abort"}  # test_imports.py has the others
@@ -83,6 +84,7 @@ def of_any_machine(lines):
     return [line for line in lines if not line.startswith((" ok C", " note no C", " ...", " ok Python", " ok mrl"))]
 
 
+@pytest.mark.slow
 def test_text_fits_a_terminal_and_is_that_of_the_docs(tmp_path):
     """As docs/doctor.md has it: a torch for another CUDA, and PyPI's apex."""
     error = "libcudart.so.12: cannot open shared object file: No such file or directory"

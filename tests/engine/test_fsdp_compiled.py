@@ -42,6 +42,7 @@ def test_attention_breaks_no_graph(layer):
     assert sum(node.target is torch.ops.mrl.packed_attention.default for node in found.graphs[0].graph.nodes) == 1
 
 
+@pytest.mark.slow
 def test_other_lengths_are_not_compiled_anew(layer):
     """Three versions serve all: numbers of the first call, then symbols in two steps."""
     forward, inputs = layer

@@ -98,6 +98,7 @@ def collectives(config: RoleConfig, expected: dict[str, int]) -> None:
     assert found == expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "gathered", "reduced", "in_forward"),
     [

@@ -78,6 +78,7 @@ def test_resume_is_bitwise(folder, tmp_path, world):
     run(world, "resume_is_bitwise", folder(), lora, module="contract", path=str(tmp_path), role=role)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "read_by"), [(1, 2), (2, 1)])
 def test_another_world_size_goes_on(folder, tmp_path, saved_by, read_by):
     saved = run(saved_by, "save_two_steps", folder(), ALL, path=str(tmp_path))

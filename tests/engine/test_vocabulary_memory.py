@@ -71,6 +71,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(["fsdp", "megatron tp2"], ["fsdp", "megatron tp2", "external"]))
 def test_no_engine_holds_the_logits_of_a_micro_batch(tmp_path, layout):
     folder = tiny.make_model(str(tmp_path), "llama", vocab=V, max_position_embeddings=256)

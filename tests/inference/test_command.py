@@ -44,6 +44,7 @@ def site(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in EXAMPLES if "--nproc" not in line])
 def test_an_example_of_the_help(site, line):
     """In the order of the help: one reads what another has written. A chat on a terminal is in test_chat.py."""

@@ -72,6 +72,7 @@ def both(lengths, dtype, *, state=None, fastest=1.0):
     return zip(*found, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "with_state"), [((1, 64, 65), False), ((0, 5, 0, 70), True)], ids=str)
 def test_kernels_give_the_numbers_of_the_rule(lengths, with_state):
     """In fp32, which the interpreter computes without TF32: sums in another order."""
@@ -115,6 +116,7 @@ def prompts_of(heads, x):
     return *found, *cache.states[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["forward", "cached"])
 def test_heads_compute_by_the_kernels_that_are_taken(monkeypatch, step):
     """Outputs, gradients and kept states of a layer by fla's kernels, in float16, as by mrl's rule."""
@@ -138,6 +140,7 @@ def test_heads_compute_by_the_kernels_that_are_taken(monkeypatch, step):
     assert not torch.equal(found[0][0], found[1][0])  # two ways to compute it
 
 
+@pytest.mark.slow
 def test_no_token_of_another_document_moves_a_bit():
     lengths, found = (66, 1, 9), []
     for factor in (1.0, 0.5):

@@ -62,6 +62,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_looked_at_before_torch_is_loaded_and_a_dry_run_says_what_this_machine_lacks(runs):
     def line(name: str, *words: str) -> list[str]:
         return ["sft", str(runs / f"{name}.yaml"), *words]

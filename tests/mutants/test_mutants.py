@@ -20,6 +20,7 @@ def code(file: str) -> str:
     return ast.dump(ast.parse(Path(REPO, "mrl", file).read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_mutant_is_a_change_of_the_source_that_can_be_run():
     assert len(MUTANTS) >= 60 and len(set(MUTANTS)) == len(MUTANTS)
     for mutant in MUTANTS:

@@ -67,6 +67,7 @@ def changed(name: str, section: str, inherits: bool, phases: dict[str, int]) -> 
     return [size for phase, size in phases.items() if phase != "sampling" and any(word in phase for word in words)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "section", "inherits"),
     in_tiers(
@@ -101,6 +102,7 @@ def sft_on_h200(planner, folder):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sequences", "number"), [(2, 128, 8192), (2, 9, 32768), (1, 128, 32768)])
 def test_the_number_is_the_most_that_takes_the_least_time(sft_on_h200, ranks, sequences, number):
     """Nine sequences are 8 and 1 by default, and two stages wait longer for these than for one micro-batch. Without

@@ -172,6 +172,7 @@ def test_the_examples_of_the_help(plan, line):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_sample_beside_training_are_planned_on_gpus_of_their_own(plan):
     words = ["grpo.yaml", "algorithm.name=grpo", "rollout.ranks=4", "rollout.async_level=1", "rollout.server.tp=2"]
     done, told = plan(*words, "-n", "8"), json.loads(plan(*words, "-n", "8", "--json").stdout)

@@ -39,6 +39,7 @@ def covered(file: str, name: str, kinds: set[str] | None = None) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_each_private_name_is_in_the_register():
     missing = {f"mrl/{file}:{line} {name}" for file, line, name in tool.private_names() if not covered(file, name)}
     assert not missing, "give these a row in mrl/patches.toml:\n" + "\n".join(sorted(missing))
@@ -90,6 +91,7 @@ def is_installed(library: Mapping[str, str]) -> bool:
     return importlib.util.find_spec(library["package"].partition(".")[0]) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", patches.register())
 def test_functions_are_those_that_were_read(library):
     if not is_installed(patches.register()[library]):

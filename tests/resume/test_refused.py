@@ -90,6 +90,7 @@ def refused(config, *says):
     assert "\n" not in message and not pathlib.Path(config["output_dir"]).exists()
 
 
+@pytest.mark.slow
 def test_auto_passes_over_a_damaged_one_and_says_so(inputs, tmp_path):
     """The newest whole one is taken, and the run that goes on from it is the same run."""
     config = config_of(inputs, tmp_path / "run", "fsdp", checkpoint={"keep": 3})

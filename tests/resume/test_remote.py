@@ -36,6 +36,7 @@ def whole(inputs, tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
     in_tiers(
@@ -61,6 +62,7 @@ def test_goes_on_from_the_copy_when_the_local_run_is_gone(inputs, whole, tmp_pat
     runs.assert_same_state(runs.exported(tmp_path / "run"), runs.exported(whole(name)), "export")
 
 
+@pytest.mark.slow
 def test_a_copy_that_a_kill_interrupted_is_made_again(inputs, tmp_path):
     """Also of a run's last checkpoint, after which nothing is saved; and half copies do not stay for ever."""
     url = f"file://{tmp_path}/remote"

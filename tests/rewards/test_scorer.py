@@ -179,6 +179,7 @@ def test_a_completion_that_makes_the_comparison_hang_is_wrong_and_noted():
     assert scores.faults == ("rewards.functions[0]: regex: row train.jsonl:2: took longer than 1 s; counts as 0",)
 
 
+@pytest.mark.slow
 def test_code_in_the_pool():
     row = {"tests": ["assert f(2) == 4", "assert f(3) == 6"]}
     with scorer({"name": "code", "time_s": 1}, timeout_s=30) as scoring:

@@ -22,6 +22,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", slow_but(RESUMED[:1], RESUMED), ids=str)
 def test_resume_is_bitwise(models, tmp_path, layouts):
     configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
@@ -60,6 +61,7 @@ def test_other_roles_are_refused_by_name(models, tmp_path):
 # -- weights from one role to another ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("actor", "reference", "dtype"), [("fsdp", "pp2", "float32"), ("tp2", "external", "bfloat16")])
 def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
     configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})

@@ -33,6 +33,7 @@ def test_trap_27_and_29_roles_share_no_state(models, pair):
     run("each_as_if_alone", roles(**heads(models, attention_dropout=0.3), **PAIRS[pair]))
 
 
+@pytest.mark.slow
 def test_config_offload_composes_with_idle_offload(models):
     configs = roles(**heads(models), actor="tp2", critic="fsdp")
     for role, kinds in (("actor", ("optimizer",)), ("critic", ("parameters", "gradients", "optimizer"))):

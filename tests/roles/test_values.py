@@ -32,6 +32,7 @@ def test_values_are_those_of_sequence_classifiers(models, name):
     run("last_values_are_the_classifiers", roles(folder, **two), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trap_11_and_12_critics_of_tied_models(models, tmp_path, name):
     """A critic on tied embeddings is untied in the model and in what it exports (12), and two stages do not wait for each
@@ -78,6 +79,7 @@ TWICE = TIGHT + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
 TEMPLATES = [CHATML, CHATML + "{# the same in another string #}", TIGHT, TWICE, OTHER_TEMPLATE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "pp2"), (2, "fsdp")])
 def test_a_conversation_scores_as_in_transformers(models, tmp_path, world_size, layout):
     """Whatever string its template is, and whatever token pads: another one, the one that ends a turn, none."""

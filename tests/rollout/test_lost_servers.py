@@ -67,6 +67,7 @@ def test_the_others_do_the_requests_of_a_lost_server(pair, case):
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
+@pytest.mark.slow
 def test_requests_of_a_lost_server_do_not_wait_for_their_time_out(replay, tmp_path):
     kept, lost = replay(delay_s=0.3), replay()
     sampler = sampler_of([kept.url, lost.url], str(tmp_path / "weights"), concurrency=2, timeout_s=50)
@@ -94,6 +95,7 @@ def test_a_server_that_is_there_again_gets_the_next_weights(pair, replay, is_clo
     assert sampled(sampler) == recorded() and lost.paths().count(COMPLETIONS)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_stays_away(pair):
     """Also one that says which weights it has: a hung engine behind a server that answers."""
     (_, lost), sampler, said = pair

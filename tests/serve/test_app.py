@@ -146,6 +146,7 @@ def upload(server, *pieces, size):
         return answer.status, answer.read().decode()
 
 
+@pytest.mark.slow
 def test_a_slow_upload_lives_and_a_stalled_one_ends(server, monkeypatch):
     """Its time is of bytes a second: it takes longer than one that brings nothing may."""
     monkeypatch.setattr(app, "UPLOAD_S", 1.0)

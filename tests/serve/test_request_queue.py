@@ -256,6 +256,7 @@ def test_what_is_put_back_comes_before_what_came_meanwhile(request_queue):
     assert taken(request_queue) == ("s", ["s1", "s2"])
 
 
+@pytest.mark.slow
 def test_what_comes_soon_after_joins_in(request_queue, monkeypatch):
     """Nobody else waits for it meanwhile, and it is waited for where something has just come or was just done."""
     request_queue.max_waiting = 9

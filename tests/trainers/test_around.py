@@ -73,6 +73,7 @@ def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written
     assert "the 3 steps of 1 epoch" in message and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "failures"), [(1, 2), (2, 99)])
 def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_named(
     inputs, tmp_path, world, failures

@@ -140,6 +140,7 @@ def known(output_dir: pathlib.Path) -> dict[bytes, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, world", slow_but([("sft", 1)], [("sft", 1), ("dpo", 2)]))
 def test_a_pass_that_is_stopped_and_killed_goes_on_to_the_bit(request, tmp_path, command, world):
     """A signal to the last rank before the third batch, then SIGKILL in the middle of a file: nothing that was written is

@@ -258,6 +258,7 @@ def test_a_teacher_has_no_dropout(places, tmp_path, numbers_of):
     assert numbers(tmp_path / "run") == pytest.approx(numbers_of("forward_kl, exact"), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path):
     keys = {"teacher": {"cache": True}, "data": {"shuffle": True}}
     assert_goes_on_to_the_bit(CASE, lambda folder: make_config(places, folder, **keys), tmp_path, step=2, world=2)

@@ -289,6 +289,7 @@ def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):
     assert with_precision(EngineConfig(megatron={"overlap_grad_reduce": True})) == {}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path):
     keys = {"reference": {"cache": True}, "data": {"shuffle": True}}
     assert_goes_on_to_the_bit(CASE, lambda folder: make_config(places, folder, **keys), tmp_path, step=2, world=2)

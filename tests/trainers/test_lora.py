@@ -57,6 +57,7 @@ def whole(inputs, tmp_path_factory):
     return place / "whole"
 
 
+@pytest.mark.slow
 def test_peft_loads_what_a_run_leaves(inputs, whole):
     """Beside the adapter lie tokenizer and chat template, and its loss on data.eval is the run's."""
     files = {file.name for file in (whole / "hf").iterdir()}
@@ -141,6 +142,7 @@ def test_an_adapter_as_actor_passes_the_checks_before_a_run(rl_inputs, tmp_path,
     preflight.check_layout(record("ppo"), config, parts, 1, here=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_what_a_run_on_an_adapter_leaves_is_over_the_merged_model(rl_inputs, tmp_path, lora):
     tiny.make_adapter(str(tmp_path / "actor"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
@@ -176,6 +178,7 @@ def rl_config(rl_inputs, output, **changes):
     )
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
     """No second model is held; the KL of the first rollout is exactly 0 (a guard), and not after a step."""
     config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4}, actor={"engine": engine("megatron", tp=2)})

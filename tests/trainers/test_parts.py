@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import signal
+import threading
 import time
 import types
 
@@ -153,6 +154,23 @@ def test_no_wait_is_without_a_word(capsys):
     later_s = watch._silent_since_s
     assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
     watch.close(), watch.close()
+
+
+def test_a_wait_outlives_an_output_that_nobody_reads(monkeypatch):
+    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 0.0))
+    written, uncaught, both = [], [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+
+    def write(line):
+        written.append(line)
+        if len(written) == 2:
+            both.set()
+        raise BrokenPipeError
+
+    watch = waits.WaitWatch(write)
+    watch.doing("evaluating")
+    assert both.wait(30) and not uncaught
+    watch.close()
 
 
 def test_garbage_is_looked_for_less_often_in_a_wait_and_as_before_after_it():

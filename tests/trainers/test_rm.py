@@ -189,6 +189,7 @@ def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path, loss):
 ADAPTERS = {"rank": 4, "dropout": 0.1, "export": "merged"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss, lora", slow_but([("steps", None)], [("steps", None), ("regression", ADAPTERS)]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, lora):
     """With adapters the checkpoint holds the head beside them."""

@@ -45,6 +45,7 @@ def run(world: int, config: dict, **details: Any) -> tuple[str, str, str]:
     return run_case(world, CASE, config=config, **details)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_resumed_bitwise_and_one_on_every_number_of_replicas(inputs, data, tmp_path):
     assert_goes_on_to_the_bit(CASE, lambda folder: config_of(inputs, folder, data), tmp_path, step=4, world=2)
     live = tiny_runs.steps(tmp_path / "whole")

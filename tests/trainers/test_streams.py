@@ -75,6 +75,7 @@ def test_a_stream_is_resumed_bitwise_and_one_on_every_layout(inputs, site, tmp_p
         assert one == pytest.approx(other, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_source_that_fails_ends_the_run_after_a_save_and_the_run_goes_on(inputs, site, tmp_path):
     """With another signature, which nothing but config.yaml has."""
     assert run(2, config_of(inputs, tmp_path / "live", mixed(inputs, site)))[:2] == ("done", "")

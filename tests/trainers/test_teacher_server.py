@@ -222,6 +222,7 @@ def test_a_run_by_a_server_is_the_run_by_an_engine(places, tmp_path, server):
     assert len(server.asked) == asked + rows
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_dies_saves_what_it_trained(places, tmp_path, server):
     """In a step, and in the evaluation after one: started again it has the losses of a run whose server was there."""
     keys = {"server": {"url": server.url}, "top_k": 5}

@@ -69,6 +69,7 @@ def whole_run(folder, tmp_path_factory) -> pathlib.Path:
     return place / "whole"
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_transformers(folder, whole_run):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     vision = load_vision(str(folder / "model"), read_hf_config(folder / "model"))

@@ -35,6 +35,7 @@ def row_of_the_second_rollout(output):
     return min(rows[1] - rows[0])
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_raises_saves_first_and_goes_on_when_it_is_mended(inputs, own, unharmed):
     index = row_of_the_second_rollout(unharmed("grpo"))
     (own / "faults.txt").write_text(json.loads((own / "train.jsonl").read_text().splitlines()[index])["id"])
@@ -63,6 +64,7 @@ def test_a_reward_function_that_raises_saves_first_and_goes_on_when_it_is_mended
     assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_read_likewise_where_it_is_skipped_then(inputs, own, unharmed):
     """Other data under a saved position is refused (trap 32), so what may be put right is `data.on_bad_row`."""
     number = row_of_the_second_rollout(unharmed("grpo"))

@@ -65,6 +65,7 @@ def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, nam
     runs.assert_same_result(tmp_path / "run", unharmed(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", nightly_but(["grpo"], ["grpo", "ppo"]))
 def test_a_run_that_broke_off_goes_on_from_the_middle_of_an_iteration(inputs, unharmed, tmp_path, name):
     """Saved after steps 3 and 6 of iterations of 4: what came after is made again, to the same lines and rollouts."""
@@ -83,6 +84,7 @@ def test_a_run_that_broke_off_goes_on_from_the_middle_of_an_iteration(inputs, un
     runs.assert_same_run(output, unharmed(name))
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_before_its_first_save_begins_again(inputs, unharmed, tmp_path):
     """Its evaluation before training, too, whose line is there once."""
     config = rl_runs.make_config(inputs, tmp_path / "run", "grpo")

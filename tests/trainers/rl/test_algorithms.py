@@ -64,6 +64,7 @@ def test_an_iteration_has_epochs_times_mini_batches_optimizer_steps(inputs, tmp_
 # -- single keys -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_critic_warmup(inputs, tmp_path):
     """The critic alone learns for three steps: the actor begins in the middle of an iteration, at its own first rate."""
     folder = tmp_path / "run"
@@ -85,6 +86,7 @@ def test_critic_warmup(inputs, tmp_path):
     assert rows[4]["actor/sequence_kl"] != 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "zero", "reference"), [(3, [1, 3, 4], None), (4, [1, 3], engine(size=2))], ids=str)
 def test_reference_update_every(inputs, tmp_path, every, zero, reference):
     """At the end of an iteration in which N more steps were made the KL is 0 again: exactly, in the actor's layout."""
@@ -202,6 +204,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
     assert "reward/model/mean" in tiny_policies.metrics_of(folder)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["dapo"], ["remax", "dapo"]))
 def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines.

@@ -131,6 +131,7 @@ def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
     assert message.endswith(f"; the mini-batch is in {failed}; no good checkpoint had been saved") and failed.exists()
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_second_step_leaves_the_checkpoint_of_the_first(inputs, tmp_path):
     """Below a value head that starts at zero, training shows in the second step. What was saved before it is not lost."""
     config = tiny_policies.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"every": 1})

@@ -119,6 +119,7 @@ def test_each_rollout_is_sampled_by_the_weights_of_the_rule(inputs, unbroken, tm
     assert set(turns) == {1}
 
 
+@pytest.mark.slow
 def test_later_turns_keep_the_weights_of_the_first(inputs, server, tmp_path):
     """Every conversation that is ahead of training has its second turn after a weight sync."""
     file = tmp_path / "environment.py"

@@ -50,6 +50,7 @@ def sampled(output):
     return make_batch([row["tokens"] for row in rows], [row["mask"] for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
 def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name):
     chosen = engine("megatron", size=1 if name == "ppo" else 3)
