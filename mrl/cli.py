@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import select
 import sys
 import textwrap
 import traceback
@@ -235,13 +234,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
                 for key, value in given.items()
                 if value is not None
             )
-            try:
-                code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
-            except BrokenPipeError as error:
-                if _stdout_has_reader():
-                    raise
-                fix = "run the same command again, which goes on from the last checkpoint"
-                raise UserError("standard output", why="was closed, as by `| head`", fix=fix) from error
+            code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
         else:
             code = of.run(**words)
         if code:
@@ -256,13 +249,6 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     if any(one.kind == "overrides" for one in params):
         return _OfKeys(instead=of.instead if isinstance(of, Command) else {}, **given)
     return _Command(**given)
-
-
-def _stdout_has_reader() -> bool:
-    """Returns whether stdout is no pipe, or one that somebody reads."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _epilog(examples: str) -> str:

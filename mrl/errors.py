@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import json
 import math
 import os
@@ -224,7 +225,13 @@ class MistakeCollector:
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
     """Returns the line on an output_dir that cannot be made or written. at: the file or folder of `error`."""
     why = f"cannot be written ({shortened(str(at), 80)}: {error.strerror or error})"
-    return ConfigError("output_dir", quoted(output_dir), why, "give a folder that can")
+    fix = "make room, or give another folder" if is_full(error) else "give a folder that can"
+    return ConfigError("output_dir", quoted(output_dir), why, fix)
+
+
+def is_full(error: OSError) -> bool:
+    """Returns whether a disk or a quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DataError(UserError):

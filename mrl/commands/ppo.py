@@ -125,7 +125,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
         for part in parts:
             if part.role == "reward":
-                _check_reward_model(part.model.path, part.hf)
+                _check_reward_model(config.reward.model.path, part.hf)
         actor = next(part for part in parts if part.role == "actor")
         check_inside(config.rollout, config.rollout.ranks or world_size, actor.hf)
         check_stop_tokens(config.rollout, vocab_size_of(actor.hf))
@@ -275,7 +275,7 @@ class PPO(TrainingCommand[PPOConfig]):
         )
 
 
-def _check_reward_model(path: str, hf: Mapping[str, Any]) -> None:
+def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
     """Raises ModelError for a language model. An adapter's config.json is that of its base, which may be one."""
     from mrl.errors import ModelError, quoted
     from mrl.weights.adapter_folder import is_adapter
@@ -283,7 +283,7 @@ def _check_reward_model(path: str, hf: Mapping[str, Any]) -> None:
     kinds = [
         name for name in hf.get("architectures") or () if name.endswith(("ForCausalLM", "ForConditionalGeneration"))
     ]
-    if kinds and not is_adapter(pathlib.Path(path)):
+    if path is not None and kinds and not is_adapter(pathlib.Path(path)):
         fix = "give a sequence classifier with one label, as mrl rm makes"
         raise ModelError("reward.model.path", quoted(path), f"is a language model ({kinds[0]})", fix)
 

@@ -209,7 +209,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return ()
 
     def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
-        """Raises a UserError where models, or so many processes, do not fit the config for a reason beside layouts."""
+        """Raises a UserError if a model or the number of processes does not fit. Layouts are checked before."""
 
     def check_files(self, config: C) -> None:
         """Raises a UserError for a missing file that only this command's config names."""

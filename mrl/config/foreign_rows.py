@@ -2,7 +2,7 @@
 
 A table is text. A line that begins with blanks continues the one before, and `#` begins a comment. A row is
 
-    THEIRS -> OURS OURS | values V=W V | default V | when KEY | on KEY | times KEY | of COMMAND | note TEXT
+    THEIRS -> OURS OURS | values V=W V | default V | when KEY | on KEY | times KEY | of COMMAND | part | note TEXT
 
 No key of ours means that nothing here stands for theirs. `a.{b c}.d` stands for `a.b.d` and `a.c.d`. `Row` has the
 meaning of each part. A value is JSON, or else text. `V` alone is `V=V`, and `*` is any other value. The words `unset`,
@@ -37,6 +37,7 @@ class Row:
     when: str = ""  # their key that has to be true, or, after `not `, false, for this one to mean anything
     on: str = ""  # their key that is true unless the file says otherwise, and has to be
     default: Any = None  # theirs where the file has none, written out where ours differs
+    part: bool = False  # theirs is a part of ours, which is told by hand as a whole if a part before it is
     of: tuple[str, ...] = ()  # commands of ours that it is for; () for all
 
 
@@ -77,6 +78,7 @@ def _rows(theirs: str, rest: str) -> list[Row]:
         about["values"] = dict(_pair(pair) for pair in about["values"].split())
     if "default" in about:
         about["default"] = _scalar(about["default"])
+    about["part"] = "part" in about
     if "of" in about:
         about["of"] = tuple(about["of"].split())
     before, _, inside = theirs.partition("{")

@@ -265,7 +265,7 @@ def _check_server(config: SamplingRunConfig) -> None:
         refuse_unread(server, path, "by rollout.ranks", "leave it out, or use servers", unread)
     elif backend == "auto":
         fix = f"set that to {' or '.join(SERVERS)}, or leave this out"
-        reason = "by rollout.backend auto, which starts vLLM inside the trainer at most"
+        reason = "by rollout.backend auto, which never uses servers"
         refuse_unread(server, path, reason, fix, ("urls", *SERVERS_ONLY))
     elif backend not in SERVERS:
         fix = f"set it to {' or '.join(SERVERS)}, or leave this out"

@@ -148,7 +148,7 @@ class RewardPoolConfig:
 
     @property
     def checks_first_rows(self) -> bool:
-        """Whether functions have to fit the first rows before a model is loaded. A fault of a row may count as 0."""
+        """Whether the first rows are checked before a model is loaded. With `zero` a fault counts as 0."""
         return self.on_error == "stop"
 
 

@@ -76,7 +76,7 @@ def markers(raw: Any, path: str) -> dict[str, str]:
 class Source:
     """Rows at one path, and how they are read; null is as `data` has it."""
 
-    in_words: ClassVar[str] = "paths or mappings"  # what a list has in their place
+    in_words: ClassVar[str] = "paths or mappings"  # for messages: what a list of sources may hold
     path: str = key(REQUIRED, FORMS)
     columns: dict[str, str] | None = key(None, "rename fields before a row is read")
     turns: Mapping[str, str] | None = key(None, "what begins a turn in texts, by role", parse=own_markers)

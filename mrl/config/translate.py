@@ -137,7 +137,7 @@ def translate(raw: Mapping[Any, Any], trainer: Trainer, command: str, root: type
             continue
         try:
             value = _value(row, value, given, trainer)
-            if value is not None and not by_hand.isdisjoint(ours):
+            if row.part and value is not None and not by_hand.isdisjoint(ours):
                 raise KeyError(row.theirs)
         except KeyError:
             note = f" ({row.note})" if row.note else ""

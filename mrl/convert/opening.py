@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl.convert.adapters import merge_adapter_folder
-from mrl.convert.resolving import NAMED
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
+from mrl.engine.atomic_checkpoint import names_checkpoint
 from mrl.errors import ModelError
 from mrl.weights.adapter_folder import MERGE, base_of, is_adapter
 from mrl.weights.families import family_of
@@ -17,7 +17,7 @@ from mrl.weights.safetensors_io import main_dtype
 
 def open_any(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
     """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
-    if Path(path).name in NAMED and Path(path).is_file():
+    if names_checkpoint(path):
         return open_checkpoint(path, model=model, role=role)
     place = local_folder(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
     if (place / "config.json").is_file() and not (place / MARKER).is_file():

@@ -6,24 +6,21 @@ import re
 from pathlib import Path
 
 from mrl.engine import atomic_checkpoint
-from mrl.engine.atomic_checkpoint import BEST, LATEST, MARKER
+from mrl.engine.atomic_checkpoint import LATEST, MARKER, names_checkpoint
 from mrl.errors import CheckpointError, UserError
 from mrl.weights.mcore_weights import DESCRIPTION, FOLDER
-
-NAMED = (LATEST, BEST)
-"""Files of a run's checkpoints folder that hold the name of one."""
 
 READING_ERRORS = (OSError, RuntimeError, UserError)
 """Errors of reading a checkpoint whose files a run removes."""
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Returns the whole checkpoint at `path`: itself, the one that a file of `NAMED` names, or the newest in it.
+    """Returns the whole checkpoint at `path`: itself, the one that a file of `POINTERS` names, or the newest in it.
 
     A run in progress soon has a newer one.
     """
     path = Path(path)
-    if path.name in NAMED and path.is_file():
+    if names_checkpoint(path):
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         check_not_removed(path)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
-from mrl.errors import ModelError
+from mrl.errors import ModelError, is_full
 from mrl.weights.checksums import crc32_of
 from mrl.weights.fsync import fsync_path, write_synced
 from mrl.weights.mcore_weights import blocks_of_rows
@@ -192,7 +191,7 @@ class Workspace:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             kept = (
                 f"what was converted is kept in {self.folder}: make room and run the same command again, or remove "

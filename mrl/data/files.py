@@ -27,7 +27,7 @@ import pyarrow
 import pyarrow.parquet
 from filelock import FileLock
 
-from mrl.errors import DataError
+from mrl.errors import DataError, is_full
 from mrl.weights.json_file import is_deeper_than
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None], *, da
         # the codec failed, and not the disk: its OSError has no error number, as that of a full disk has
         if not isinstance(e, OSError) or e.errno is None:
             raise DataError(path, why=f"{damaged} ({one_line(e)})", fix=mend) from e
-        what = "with room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "that can be written"
+        what = "with room" if is_full(e) else "that can be written"
         raise DataError(
             path,
             why=f"its copy cannot be written to {folder} ({one_line(e)})",
@@ -230,7 +230,7 @@ class JsonlFile:
 def parse_line(line: bytes, head: Callable[[], bytes]) -> dict[str, Any]:
     """Returns the row of a line. head: returns the first bytes of its file. Raises BadRow."""
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = parse_json(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as e:
         why = _kind_of_content(head()) or f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8"
         raise BadRow(why) from None

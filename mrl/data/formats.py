@@ -56,6 +56,7 @@ PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "alpaca": ("instruction",),
 }
 MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
+ATTENDED = "attention_mask"  # tokenizers write it, with 0 at padding
 WEIGHTS = "weights"
 MAX_WEIGHT = 1e6
 SYSTEM_ROLES = ("system", "developer")
@@ -458,8 +459,8 @@ def _string(value: Any, name: str, *, empty: bool = True) -> str:
 
 def _tokens(row: Row) -> Tokens:
     ids = _integers(row["input_ids"], "input_ids")
-    if isinstance(mask := row.get("attention_mask"), list) and 0 in mask:
-        raise BadRow(f"attention_mask[{mask.index(0)}] is 0; remove padding from input_ids, and the mask")
+    if (attended := row.get(ATTENDED)) is not None and 0 in (mask := _integers(attended, ATTENDED)):
+        raise BadRow(f"{ATTENDED}[{mask.index(0)}] is 0; remove padding from input_ids, and the mask")
     given = [name for name in ("labels", WEIGHTS, *MASK_FIELDS) if row.get(name) is not None]
     if len(given) > 1:
         raise BadRow(f"has {' and '.join(given)}; keep the one that marks the trained tokens")
@@ -491,6 +492,6 @@ def _integers(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value:
         raise BadRow(f"{name} is {kind_of(value)}; give a list of integers")
     for i, x in enumerate(value):
-        if not isinstance(x, int) or (isinstance(x, bool) and name not in MASK_FIELDS):
+        if not isinstance(x, int) or (isinstance(x, bool) and name not in (ATTENDED, *MASK_FIELDS)):
             raise BadRow(f"{name}[{i}] is {kind_of(x)}; give a list of integers")
     return value

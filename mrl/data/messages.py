@@ -39,13 +39,14 @@ def _meant_by(role: str) -> str | None:
 def _is_slip(word: str, name: str) -> bool:
     """Returns whether a word is a name but for one letter: left out, put in, changed, or two in the wrong order.
 
-    A letter at the end makes another name, as in userA or tools.
+    The first letter must be right. A letter at the end makes another name, as in userA or tools. Names of three letters
+    have no slips.
     """
     if word == name:
         return True
     same = len(os.path.commonprefix([word, name]))
     rest, wanted = word[same:], name[same:]
-    if len(name) < len("tool") or not same or not wanted:
+    if len(name) < 4 or not same or not wanted:
         return False
     swapped = rest[:2] == wanted[1::-1] and rest[2:] == wanted[2:]
     return swapped or wanted[1:] in (rest, rest[1:]) or rest[1:] == wanted

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 MARKER = "COMPLETE"
 LATEST = "latest"
 BEST = "best"
+POINTERS = (LATEST, BEST)
+"""Files in a run's checkpoints folder. Each holds the name of a checkpoint."""
 FORMAT = "mrl-checkpoint"
 FORMAT_VERSION = 2
 ROLES = "roles"
@@ -101,7 +103,7 @@ def writing(
 
     Collective. backend: the engine that writes the files. keep: how many of the newest whole checkpoints stay, None for
     all. Older ones are deleted after the new one is whole, except folders named in `protect`. An exception inside
-    leaves the temporary folder. No reader takes that for a checkpoint, and the next save removes it.
+    leaves the temporary folder. No reader takes that for a checkpoint, and the next save or start removes it.
     """
     name = step_name(step)
     temporary = os.path.join(root, TEMPORARY + name)
@@ -227,6 +229,11 @@ def verify(path: str, ranks: RankGroup = ONE_RANK) -> Marker:
         raise DamagedCheckpoint(errors[0])
     assert marker is not None
     return marker
+
+
+def names_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Returns whether `path` is a file of `POINTERS`."""
+    return os.path.basename(path) in POINTERS and os.path.isfile(path)
 
 
 def delete(path: str) -> None:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from mrl.config.inference import PlaceConfig
 from mrl.convert.opening import open_any
-from mrl.convert.resolving import checkpoint_folder
 from mrl.convert.sources import Source
 from mrl.engine import collective
-from mrl.engine.atomic_checkpoint import LATEST
+from mrl.engine.atomic_checkpoint import LATEST, names_checkpoint
 from mrl.engine.fsdp.positions import length_dependent_positions
 from mrl.errors import ModelError, quoted
 from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
@@ -36,7 +35,7 @@ def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
     is no model, or one that does not make text.
     """
     path = os.path.expanduser(given)
-    if os.path.isfile(path) and os.path.basename(path) != LATEST:
+    if os.path.isfile(path) and not names_checkpoint(path):
         raise ModelError(key, quoted(given), "is a file", GGUF if path.endswith(".gguf") else f"give {FORMS}")
     if not os.path.exists(path):
         if not given or given.startswith((".", "/", "~")) or given.count("/") > 1:
@@ -77,7 +76,7 @@ def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
 
 def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
     """Returns the place of a checkpoint of a run, or of an adapter, whose weights `weights_of` reads."""
-    with open_any(folder if folder.is_dir() else checkpoint_folder(folder)) as source:
+    with open_any(folder) as source:
         folder = source.place
         if source.head != "lm":
             raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")

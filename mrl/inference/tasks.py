@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,8 +149,7 @@ def check_task_rewards(config: EvalConfig, reward: str | None) -> None:
     try:
         first = [(rename_fields(row, data.columns), where) for row, where in first_row(str(data.eval), data.split)]
         if config.rewards is not None:
-            with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no result
-                functions.check_rewards(config.rewards, first)
+            functions.check_rewards(config.rewards, first)
     except DataError:
         return  # of a row that lacks a column, the run says it
     except ConfigError as error:

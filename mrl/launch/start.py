@@ -23,7 +23,7 @@ from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.rollout import vllm_start
 from mrl.trainers import run_lock
-from mrl.trainers.waits import announce
+from mrl.trainers.waits import announce, write_line
 
 if TYPE_CHECKING:
     from mrl.parallel import ParallelDims
@@ -56,7 +56,7 @@ def start(
     kept = [*chosen, *kept]
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
-            print(saved, flush=True)
+            write_line(str(saved))
         return None
     with announce("checking files and layout", shows=shows):
         if not dry_run and joined is None:  # ranks of another launcher refuse together, once they have met
@@ -77,7 +77,7 @@ def start(
     if _has_vllm_inside(config):
         vllm_start.check_version(vllm_start.installed())
     for note in (*preflight.position_notes(command, config, parts), *command.rate_notes(config)) if shows else ():
-        print(note, flush=True)
+        write_line(note)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
         of_gpus = gpu_variables.generation_of_gpus
@@ -89,7 +89,7 @@ def start(
     with announce("choosing what is auto", shows=shows):
         config, lines, _store = _auto_of_rank_0(command, config, given, auto, world_size, joined)
     for line in (*kept, *lines) if shows else ():
-        print(line, flush=True)
+        write_line(line)
     if joined is not None:
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             with announce(LOADING, shows=shows):

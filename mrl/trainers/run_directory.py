@@ -6,7 +6,6 @@ Everything here touches files only and is called on the main process (`engine.on
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib.metadata
 import os
 import pathlib
@@ -25,7 +24,7 @@ from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import shown_url, without_queries, write_text
 from mrl.engine import atomic_checkpoint, checkpoint_remote
-from mrl.errors import DataError
+from mrl.errors import unwritable
 from mrl.trainers import used_folder
 from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.weights.pt_file import write_pt
@@ -75,7 +74,7 @@ class RunDirectory:
     def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all.
 
-        What a full disk has left of a checkpoint goes first, as it may fill the disk.
+        Removes what an interrupted save left, because it may fill the disk.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         atomic_checkpoint.tidy(str(self.checkpoints))
@@ -88,10 +87,7 @@ class RunDirectory:
         try:
             write_text(temporary, header + dump_config(config))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            why = f"cannot be written ({error.strerror})"
-            raise DataError(temporary, why=why, fix="give it room, and run the same command again") from error
+            raise unwritable(str(self.path), temporary, error) from error
         os.replace(temporary, self.config)
 
     def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:

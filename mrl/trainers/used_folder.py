@@ -23,7 +23,7 @@ CONTINUE_FIX = "raise train.steps or train.epochs to train on, or give another o
 FILES = ("config.yaml", "metrics.jsonl")
 RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
-REPLACED = (f"checkpoints/{atomic_checkpoint.LATEST}", f"checkpoints/{atomic_checkpoint.BEST}")
+REPLACED = tuple(f"checkpoints/{name}" for name in atomic_checkpoint.POINTERS)
 """Files that are written anew, as a link is that leads nowhere."""
 CACHES = ("teacher", "reference")
 """Folders that are read, and written by the run alone that makes them: they may be another user's."""

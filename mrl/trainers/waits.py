@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from mrl.errors import UserError
+
 SILENCES_S = (5.0, 15.0, 30.0, 60.0)
 """Seconds of silence after which a line is shown; after the last one, again each time that so many more have passed."""
 
@@ -66,14 +68,21 @@ class WaitWatch:
         while not ended.wait(0.25):
             word = self.word(time.monotonic())
             if word is not None and not ended.is_set():
-                with contextlib.suppress(BrokenPipeError):  # the run's own next line says it
+                with contextlib.suppress(UserError, BrokenPipeError):  # the run's own next line says it
                     self._write(word)
 
 
 def write_line(line: str) -> None:
-    """Writes a line in one piece, unlike print: a signal's own line comes before or after it."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    """Writes a line in one piece, unlike print: a signal's own line comes before or after it.
+
+    Raises UserError if stdout is a pipe that nobody reads.
+    """
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        fix = "run the same command again, which goes on from the last checkpoint, if there is one"
+        raise UserError("standard output", why="was closed, as by `| head`", fix=fix) from error
 
 
 def write_error_line(line: str) -> None:

@@ -83,7 +83,7 @@ def test_far_apart_is_finite(kind):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_tail_of_nothing_moves_with_nothing(kind):
     """The student has no probability left for the half that the teacher gives the tail."""
-    # above 1 together, as CPUs round a logarithm differently
+    # the student's sum is above 1, because CPUs round a logarithm differently
     teacher, student = torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.7501, 0.25]]).log()
     slopes = [divergence(student, teacher, kind=kind, beta=BETA, tail=tail)[1] for tail in (True, False)]
     assert torch.equal(*slopes) and (slopes[0] != 0).any()

@@ -243,9 +243,28 @@ def test_weights_of_losses_of_nemo_rl(tmp_path, text, ours, left):
     assert all(any(part in line for line in done.stderr.splitlines()) for part in left), done.stderr
 
 
-@pytest.mark.parametrize(("metric", "keep"), [("null", 3), ("val:accuracy", None)])
+TWO_OF_A_KEY = [  # one is told by hand, and one has the value
+    ("num_generations: 8\nreport_to: wandb\nproject: mine", "log.wandb.project", "mine"),
+    ("num_generations: 8\nsync_ref_model: true\nref_model_sync_steps: 64", "reference.update_every", 64),
+    ("num_generations: 8\nper_device_train_batch_size: 8\ngeneration_batch_size: 64", "train.global_batch_size", 64),
+    ("grpo: {}\ndata: {dataset_name: x, train_data_path: a.jsonl}", "data.train", "a.jsonl"),
+    ("grpo: {}\ndata: {validation: {dataset_name: x, data_path: b.jsonl}}", "data.eval", "b.jsonl"),
+    ("grpo: {}\npolicy: {max_total_sequence_length: 512}\ndata: {max_input_seq_length: 256}", "data.max_prompt_length", 256),
+    ("grpo: {}\npolicy: {scheduler: [{}], megatron_cfg: {enabled: true, scheduler: {lr_decay_style: cosine}}}", "optimizer.schedule", "cosine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "key", "value"), TWO_OF_A_KEY, ids=[one[1] for one in TWO_OF_A_KEY])
+def test_a_key_that_is_told_by_hand_takes_the_value_of_another(tmp_path, text, key, value):
+    (tmp_path / "theirs.yaml").write_text(f"{text}\n")
+    done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
+    found = dotted(yaml.safe_load(done.stdout))
+    assert found.get(key, found.get(f"actor.{key}")) == value, done.output
+
+
+@pytest.mark.parametrize(("metric", "keep"), [("null", 3), ("'val:accuracy'", None)])
 def test_the_best_checkpoints_of_nemo_rl_are_not_the_newest_of_ours(tmp_path, metric, keep):
-    text = f"policy: {{model_name: m}}\ngrpo: {{}}\ncheckpointing: {{keep_top_k: 3, metric_name: '{metric}'}}\n"
+    text = f"policy: {{model_name: m}}\ngrpo: {{}}\ncheckpointing: {{keep_top_k: 3, metric_name: {metric}}}\n"
     (tmp_path / "theirs.yaml").write_text(text)
     done = CliRunner().invoke(cli.main, ["config", "translate", str(tmp_path / "theirs.yaml")])
     assert dotted(yaml.safe_load(done.stdout)).get("checkpoint.keep") == keep

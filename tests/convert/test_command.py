@@ -248,8 +248,10 @@ def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, 
     shutil.copytree(imported, checkpoints / "step_00000002")
     (checkpoints / "latest").write_text("step_00000002\n")
     assert invoke("export", checkpoints / "latest", tmp_path / "out").exit_code == 0
-    (checkpoints / "best").write_text("step_00000002\n")
-    assert invoke("verify", checkpoints / "latest", checkpoints / "best", "--no-logits").exit_code == 0
+    shutil.copytree(imported, checkpoints / "step_00000001")
+    (checkpoints / "best").write_text("step_00000001\n")
+    done = invoke("verify", checkpoints / "latest", checkpoints / "best", "--no-logits")
+    assert done.exit_code == 0 and "step_00000002" in done.output and "step_00000001" in done.output, done.output
     code, said = run("export", checkpoints / "step_00000002/mcore", tmp_path / "other")
     assert code == 2 and f"is a part of the checkpoint {checkpoints / 'step_00000002'}; give that" in said
     code, said = run("import", tmp_path / "run", tmp_path / "other")

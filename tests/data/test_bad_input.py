@@ -27,7 +27,7 @@ USER = {"role": "user", "content": "hello"}
 # The second row (line 2) is bad; the first one is good and sets the format.
 BAD_ROWS = [
     ("not JSON", "{oops", "is not a JSON object (Expecting property name", 'each line must be one object, as {"messages": [...]}'),
-    ("cut off", '{"messages": [{"role": "us', "is not a JSON object (it is cut off: it ends inside a value)", "each line must be one object"),
+    ("cut off", '{"messages": [{"role": "us', "(it ends inside a text: a quote is missing, or it is cut off)", "each line must be one object"),
     ("cut off after a value", '{"messages": [{"role": "user"', "(it is cut off: it ends inside a value)", "each line must be one object"),
     ("two objects", '{"a": 1} {"b": 2}', "(it ends before character 10, and more follows)", "each line must be one object"),
     ("a JSON null", "null", "the line is null", "each line must be one object"),

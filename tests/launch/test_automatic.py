@@ -263,7 +263,7 @@ def test_a_first_rank_that_fails_waits_until_the_others_have_read_why(inputs, tm
 def test_keys_of_servers_do_not_go_with_auto(inputs, tmp_path, key):
     with pytest.raises(
         ConfigError,
-        match=rf"^rollout.server.{key.partition('=')[0]}: .* by rollout.backend auto, which starts vLLM inside .*; set that",
+        match=rf"^rollout.server.{key.partition('=')[0]}: .* by rollout.backend auto, which never uses servers; set that",
     ):
         of_backend(inputs, tmp_path, f"rollout.server.{key}")
 

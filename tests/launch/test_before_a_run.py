@@ -9,10 +9,11 @@ import yaml
 from click.testing import CliRunner
 
 from mrl import cli
-from mrl.config.command import Part
+from mrl.config.command import Part, record
+from mrl.config.load import load_config
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.launch import preflight, start
+from mrl.launch import planning, preflight, start
 from mrl.rollout import vllm_start
 from tests.bad_input.mistakes import PPO_CONFIG, Workspace, set_model, set_other_model
 from tests.data.tiny_tokenizers import turns, write_jsonl
@@ -67,10 +68,13 @@ def test_what_may_score(folder, kinds):
 
 
 def test_an_adapter_over_a_language_model_may_score(folder):
-    set_other_model("base")(Workspace(folder))
+    set_other_model("base", architectures=["Qwen3ForCausalLM"])(Workspace(folder))
     (folder / "judge").mkdir()
     (folder / "judge" / "adapter_config.json").write_text('{"base_model_name_or_path": "./base"}')
     assert dry_run_of_ppo("reward.model.path=judge").exit_code == 0
+    config = load_config("ppo.yaml", ["reward.model.path=judge"], record("ppo").root)
+    parts, _ = planning.read_parts(record("ppo"), config, 1)
+    assert "reward" in [part.role for part in parts], "a plan takes it too"
 
 
 def test_graphs_are_of_the_models_that_train(folder, monkeypatch):
@@ -218,9 +222,9 @@ def test_a_field_that_a_reward_reads_and_the_first_row_lacks(inputs, tmp_path):
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
     words = ["ppo", str(tmp_path / "ppo.yaml"), "rewards.functions=[{name: exact_match, field: anwser}]", "--dry-run"]
     done = CliRunner().invoke(cli.main, words)
-    assert CliRunner().invoke(cli.main, [*words, "rewards.on_error=zero"]).exit_code == 0
     says = 'rewards.functions[0].field: value "anwser" is the field that exact_match reads, and row'
     assert done.exit_code == 2 and says in done.output and "has prompt, answer; did you mean answer?" in done.output
+    assert CliRunner().invoke(cli.main, [*words, "rewards.on_error=zero"]).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["gone", "gone/run"])

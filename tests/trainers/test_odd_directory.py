@@ -10,7 +10,7 @@ import pytest
 from mrl import metrics
 from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
-from mrl.errors import CheckpointError, ConfigError, DataError
+from mrl.errors import CheckpointError, ConfigError
 from mrl.trainers.run_directory import RunDirectory, choose_start
 from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED, check_kinds
 from tests.engine.test_checkpoint import save
@@ -52,7 +52,7 @@ def test_what_a_full_disk_left_of_a_checkpoint_makes_room_for_the_config(tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("mrl.trainers.run_directory.write_text", full)
-    with pytest.raises(DataError, match=r"config.yaml.tmp: cannot be written \(No space left.*; give it room, and run"):
+    with pytest.raises(ConfigError, match=r"config.yaml.tmp: No space left on device\); make room, or give another"):
         run.prepare(config, "mrl sft")
 
 
