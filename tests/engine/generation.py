@@ -37,7 +37,7 @@ SAMPLINGS = [
 ]
 
 
-def sampled_requests(samples: int = 4) -> list[GenerateRequest]:
+def sampled_requests(samples: int = 2) -> list[GenerateRequest]:
     """Prompts of unequal length, `samples` of each, with every kind of sampling and unequal limits; one stops early."""
     numbers = random.Random(1)
     prompts = [[numbers.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (5, 1, 11, 3, 8)]
@@ -152,7 +152,7 @@ def same_in_any_company(config: RoleConfig) -> None:
     everything = list(range(len(requests)))
     shuffled = random.Random(0).sample(everything, len(everything))
     same(engine.generate([requests[i] for i in shuffled]), shuffled)
-    for i in (0, 7, 13):
+    for i in (0, 3, 7):
         same(engine.generate([requests[i]]), [i])
     same(engine.generate(requests, cache_tokens=45, prefill_tokens=3), everything)
     same(engine.generate(requests, prefill_tokens=1), everything)
@@ -369,7 +369,7 @@ def company_changes_no_bit(config: RoleConfig) -> None:
     together = engine.generate(requests)
     everything = list(range(len(requests)))
     shuffled = random.Random(0).sample(everything, len(everything))
-    for i in (0, 7, 13):
+    for i in (0, 3, 7):
         assert engine.generate([requests[i]]) == [together[i]]
     assert engine.generate([requests[i] for i in shuffled]) == [together[i] for i in shuffled]
     assert engine.generate(requests, cache_tokens=45, prefill_tokens=3) == together

@@ -228,18 +228,16 @@ def first_rows(rows: Sequence[Row]) -> list[Row]:
 OPTIONS = ("model", "layout", "lora", "recompute", "recompute_every", "one_token", "sequences", "lengths", "fsdp")
 
 
-def next_rows(rows: Sequence[Row], of_models: bool = True) -> list[Row]:
-    """Of those that are not among the first: each with an option that no row before it has; and `of_models`, of the others on one or
-    two processes the first of each model."""
-    found = first_rows(rows)
-    seen = {(name, getattr(row, name)) for row in found for name in OPTIONS}
-    rest, chosen = [], []
-    for row in (row for row in rows if row not in found):
+def next_rows(rows: Sequence[Row]) -> list[Row]:
+    """Of the rows that are not among the first: each with an option that no row before it has."""
+    seen = {(name, getattr(row, name)) for row in first_rows(rows) for name in OPTIONS}
+    chosen = []
+    for row in (row for row in rows if row not in first_rows(rows)):
         options = {(name, getattr(row, name)) for name in OPTIONS}
-        (rest if options <= seen else chosen).append(row)
+        if not options <= seen:
+            chosen.append(row)
         seen |= options
-    again = {row.model: row for row in reversed(rest) if row.world_size <= 2}
-    return [*chosen, *(again.values() if of_models else ())]
+    return chosen
 
 
 def _fsdp(*rows: Row) -> tuple[Row, ...]:

@@ -45,13 +45,12 @@ MORE = (
 )
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
 FAST_CASES = [(layout, case) for layout, case in CASES if layout in FEW and (layout in FEW[:2] or case in EVERYWHERE)]
-SLOW_CASES = [  # each layout, and each case, in turn
-    *((layout, EVERYWHERE[i % len(EVERYWHERE)]) for i, layout in enumerate(LAYOUTS) if layout not in FEW),
-    *((SPLIT[(1, 3, 4)[i % 3]], case) for i, case in enumerate(ONCE)),
+SLOW_CASES = [  # each layout in turn
+    (layout, EVERYWHERE[i % len(EVERYWHERE)]) for i, layout in enumerate(LAYOUTS) if layout not in FEW
 ]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
 FAST_MORE = MORE_CASES[1:3]
-SLOW_MORE = [one for one in MORE_CASES if one[2] != "qwen3_5_moe"]
+SLOW_MORE = [one for one in MORE_CASES if one[0] in ("megatron ep2", "megatron cp2")]
 
 
 def run(layout, case, folder, **kwargs):
@@ -78,11 +77,21 @@ AT_NIGHT = ["fsdp cp2", "megatron pp2", "megatron cp2", "megatron pp2 vpp2"]
 @pytest.mark.parametrize("layout", nightly_but([one for one in OURS if one not in AT_NIGHT], OURS))
 def test_what_a_server_asks(folder, layout):
     """What `mrl serve` needs beside; an engine of another package need not have it."""
-    model = folder("llama", layers=4, tied=True)
     for case in SERVED:
-        run(layout, case, model)
-    run(layout, "models_take_turns", model, role={"dtype": "bfloat16", "offload": ("optimizer",)})
-    run(layout, "models_take_turns", model, role={"model": {"lora": LoraConfig(rank=4, alpha=8.0)}})
+        run(layout, case, folder("llama", layers=4, tied=True))
+
+
+OF_ROLES = [(layout, role) for role in ("bf16", "lora") for layout in OURS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "role"), nightly_but([("megatron tp2", "bf16"), ("fsdp dp2", "lora")], OF_ROLES))
+def test_models_take_turns_under_more_keys(folder, layout, role):
+    options = {
+        "bf16": {"dtype": "bfloat16", "offload": ("optimizer",)},
+        "lora": {"model": {"lora": LoraConfig(rank=4, alpha=8.0)}},
+    }
+    run(layout, "models_take_turns", folder("llama", layers=4, tied=True), role=options[role])
 
 
 @pytest.mark.slow
@@ -99,7 +108,7 @@ def test_the_pad_token_trains(folder, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    in_tiers(["megatron ep2"], ["megatron tp2 ep2 etp2", "megatron pp2 vpp2"], [*WIDE_LAYOUTS, "fsdp cp2 dp2"]),
+    in_tiers(["megatron ep2"], ["megatron pp2 vpp2"], [*WIDE_LAYOUTS, "fsdp cp2 dp2"]),
 )
 def test_experts_and_virtual_stages(folder, tmp_path, layout):
     """The cases that touch every weight, for layouts with experts or virtual stages. Trap 33: experts of all ranks are saved."""
@@ -113,8 +122,7 @@ def test_experts_and_virtual_stages(folder, tmp_path, layout):
 
 RESUMED = [(layout, family) for family in ("qwen3", "qwen3_moe") for layout in LAYOUTS]
 FAST_RESUMED = [(layout, "qwen3") for layout in FEW]
-SLOW_RESUMED = [("megatron cp2", "qwen3"), ("fsdp hsdp", "qwen3"), ("megatron tp2 pp2", "qwen3_moe"),
-                ("fsdp dp4", "qwen3_moe"), ("fsdp cp2", "qwen3_moe")]  # fmt: skip
+SLOW_RESUMED = [("megatron cp2", "qwen3_moe"), ("fsdp hsdp", "qwen3"), ("fsdp cp2", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_RESUMED, SLOW_RESUMED, RESUMED))
@@ -130,7 +138,7 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, 
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
-@pytest.mark.parametrize("layout", in_tiers([], ["fsdp cp2", "megatron tp2", "megatron cp2"], [*SPLIT, "megatron cp2"]))
+@pytest.mark.parametrize("layout", in_tiers([], ["fsdp cp2", "megatron tp2"], [*SPLIT, "megatron cp2"]))
 def test_dropout(folder, tmp_path, layout):
     """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
     run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
@@ -138,13 +146,13 @@ def test_dropout(folder, tmp_path, layout):
 
 
 OF_THEIR_OWN = [
-    ("megatron ep2", "glm4_moe"), ("megatron tp2", "qwen3_5"), ("megatron tp2", "olmoe"), ("megatron tp2", "deepseek_v3"),
-    ("fsdp dp2", "ernie4_5_moe"), ("fsdp dp2", "gemma2"), ("fsdp hsdp", "minimax_m2"), ("fsdp dp2", "olmoe"),
+    ("megatron ep2", "glm4_moe"), ("megatron tp2", "olmoe"), ("fsdp dp2", "ernie4_5_moe"),
+    ("megatron tp2", "qwen3_5"), ("megatron tp2", "deepseek_v3"), ("fsdp dp2", "gemma2"), ("fsdp hsdp", "minimax_m2"), ("fsdp dp2", "olmoe"),
     ("external dp2", "olmoe"), ("fsdp hsdp", "deepseek_v3"), ("fsdp dp2", "qwen3_5_moe"), ("megatron cp2", "qwen3_5_moe"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:5], OF_THEIR_OWN))
+@pytest.mark.parametrize(("layout", "family"), in_tiers(OF_THEIR_OWN[:1], OF_THEIR_OWN[1:3], OF_THEIR_OWN))
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter, or
     a parameter that never trains."""
@@ -174,7 +182,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("saved_by", "read_by"), in_tiers(CHANGES[:3], CHANGES[3:5], CHANGES))
+@pytest.mark.parametrize(("saved_by", "read_by"), in_tiers(CHANGES[:2], CHANGES[3:4], CHANGES))
 def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     """Chains of more layouts, with runs of `mrl sft`, are in tests/resume/test_layouts.py."""
     remote = f"file://{tmp_path}/remote"
@@ -205,7 +213,6 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     refuse = {"case": "refuses_checkpoint", "layout": layout}
     run(**refuse, folder=folder("llama"), path=str(tmp_path / "none"), message="none: holds no whole checkpoint")
     run(**refuse, folder=folder("llama", layers=3), path=path, message="another model")
-    run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="another model")
     run(**refuse, folder=folder("llama", rms_norm_eps=1e-3), path=path, message="another model: rms_norm_eps ")
     damaged = shutil.copytree(step, str(tmp_path / "damaged"))
     os.remove(max((os.path.join(d, f) for d, _, fs in os.walk(damaged) for f in fs), key=os.path.getsize))
@@ -220,7 +227,7 @@ EXPORTED = [
     for family in ("llama tied", "mixtral", "qwen2", "qwen3_moe")
 ]
 FAST_EXPORTED = [*EXPORTED[:2], *EXPORTED[4:6]]
-SLOW_EXPORTED = [("fsdp", "qwen2"), ("external dp2", "qwen3_moe"), ("megatron tp2 pp2", "qwen3_moe")]
+SLOW_EXPORTED = [("fsdp", "qwen2"), ("external dp2", "qwen3_moe")]
 
 
 @pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_EXPORTED, SLOW_EXPORTED, EXPORTED))
@@ -237,9 +244,7 @@ def test_value_head_export(folder, tmp_path, layout):
 
 GENERATED = [(layout, family) for family in ("llama", "mistral") for layout in LAYOUTS]
 FAST_GENERATED = [(layout, "llama") for layout in FEW]
-SLOW_GENERATED = [(layout, "llama") for layout in LAYOUTS if layout not in FEW] + [
-    (layout, "mistral") for layout in ("fsdp cp2", "megatron cp2", "megatron tp2 pp2")
-]
+SLOW_GENERATED = [("fsdp cp2", "mistral"), ("megatron cp2", "mistral"), ("megatron tp2 pp2", "llama")]
 
 
 @pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_GENERATED, SLOW_GENERATED, GENERATED))

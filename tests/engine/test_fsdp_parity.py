@@ -32,6 +32,6 @@ def pushed() -> list[Row]:
     return found
 
 
-@pytest.mark.parametrize("row", in_tiers(pushed()[::3], pushed() + next_rows(ROWS, of_models=False), ALL), ids=str)
+@pytest.mark.parametrize("row", in_tiers(pushed()[::3], pushed() + next_rows(ROWS), ALL), ids=str)
 def test_equal_to_hugging_face(table, row):
     table.check(row)

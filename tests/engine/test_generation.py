@@ -96,6 +96,8 @@ def run(layout, case, model, optimizer=None, **kwargs):
 AT_NIGHT = [  # of which layout and family are each in another one
     "megatron tp4", "megatron experts tp2", "megatron olmoe tp2", "fsdp", "external", "megatron deepseek_v3 pp2", "megatron tp2 pp2",
     "megatron gpt_oss tp2", "megatron experts tp2 ep2", "external experts dp2", "fsdp gpt_oss dp2", "megatron tied tp2",
+    "fsdp mistral", "megatron dp2", "megatron pp2 ep2", "fsdp experts dp2", "megatron qwen3_5", "megatron qwen3_5 pp2 vpp2",
+    "fsdp qwen3_5_moe dp2", "megatron tp2 without sp",
 ]  # fmt: skip
 
 
@@ -111,7 +113,7 @@ COMPANY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(COMPANY[:2], COMPANY[2:4], COMPANY))
+@pytest.mark.parametrize("layout", in_tiers(COMPANY[:2], COMPANY[3:4], COMPANY))
 def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
@@ -136,7 +138,7 @@ TWO_WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(TWO_WAYS[:9], [TWO_WAYS[9], TWO_WAYS[13]], TWO_WAYS))
+@pytest.mark.parametrize("layout", in_tiers(TWO_WAYS[:9], [TWO_WAYS[13]], TWO_WAYS))
 def test_gpt_model_itself_gives_the_same(model, layout):
     """The megatron engine alone has two ways through a model."""
     run(layout, "gpt_model_itself_gives_the_same", model)
@@ -149,7 +151,7 @@ FIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(FIXED[:3], [FIXED[3], FIXED[5], FIXED[6]], FIXED))
+@pytest.mark.parametrize("layout", in_tiers(FIXED[:2], [FIXED[2], FIXED[6]], FIXED))
 def test_fixed_shapes_give_the_same(model, layout):
     run(layout, "fixed_shapes_give_the_same", model)
 
@@ -164,7 +166,7 @@ INVARIANT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[3:5], INVARIANT))
+@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[3:4], INVARIANT))
 def test_company_changes_no_bit(model, layout):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
     config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None, size=1)
