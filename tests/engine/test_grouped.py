@@ -23,7 +23,7 @@ from tests.engine.parity import Row, Table
 from tests.gpu.measures import grouped_products
 from tests.operators import Operators
 from tests.resume.runs import assert_same_state, sharded_tensors
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 LOCAL, TE = False, True
 ROWS = [
@@ -35,7 +35,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("te", "row"), slow_but(ROWS[:1], ROWS), ids=str)
+@pytest.mark.parametrize(("te", "row"), in_tiers(ROWS[:1], [ROWS[1], ROWS[3]], ROWS), ids=str)
 def test_row(table: Table, te: bool, row: Row):
     given = {
         "row": row,

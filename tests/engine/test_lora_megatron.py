@@ -29,18 +29,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("row", in_tiers(LORA_ROWS[::2], LORA_ROWS[1::2], (*LORA_ROWS, *NIGHTLY_LORA_ROWS)), ids=str)
+@pytest.mark.parametrize(
+    "row", in_tiers(LORA_ROWS[::3], [LORA_ROWS[i] for i in (1, 2, 10, 11)], (*LORA_ROWS, *NIGHTLY_LORA_ROWS)), ids=str
+)
 def test_row(table: Table, row: Row):
     table.check(row)
-
-
-def test_the_rows_are_what_was_promised():
-    rows = (*LORA_ROWS, *NIGHTLY_LORA_ROWS)
-    assert len({str(row) for row in rows}) == len(rows)
-    promised = {"dp1", "tp2", "tp2+sp", "pp2", "cp2", "dp2xep2", "tp2+spxdp2xep2", "tp2+spxdp2xep2xetp2", "pp2xvpp2"}
-    assert promised <= {row.layout for row in rows}
-    assert {row.packing for row in rows} == {True, False} and {row.recompute for row in rows} >= {"none", "full"}
-    assert {row.lora for row in rows} == set(LORAS)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +156,8 @@ def test_a_start_is_the_same_in_every_layout(model):
 @pytest.mark.parametrize(
     ("family", "saved_by", "read_by"),
     [
-        ("llama", "tp2+sp", ("pp2", "dp1", "dp2")),
-        ("qwen3_moe", "ep2", ("tp2+sp", "pp2")),
+        ("llama", "tp2+sp", ("pp2", "dp2")),
+        ("qwen3_moe", "ep2", ("tp2+sp",)),
         nightly("llama", "tp4", ("tp2", "dp1")),  # which cuts each of two key heads in two
         nightly("llama", "pp2", ("tp4",)),
         nightly("qwen3_moe", "tp2 ep2 etp2", ("dp1", "ep2")),  # which cuts gate and up of an expert's one adapter

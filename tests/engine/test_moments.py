@@ -39,7 +39,7 @@ def test_an_update_is_torchs_and_moments_are_rounded_behind_it(dtypes):
 
 @pytest.mark.parametrize(
     "world, parallel, dtype",
-    [(2, {}, "bfloat16"), pytest.param(4, {"tp": 2, "pp": 2}, "float32", marks=pytest.mark.slow)],
+    [(2, {}, "bfloat16"), pytest.param(4, {"tp": 2, "pp": 2}, "float32", marks=pytest.mark.nightly)],
 )
 def test_an_optimizer_on_the_host_makes_the_same_updates_to_the_bit(tmp_path, world, parallel, dtype):
     """On a CPU, whose kernel both then have; and a checkpoint of the one goes on with the other."""
@@ -51,7 +51,7 @@ def test_an_optimizer_on_the_host_makes_the_same_updates_to_the_bit(tmp_path, wo
 
 @pytest.mark.parametrize(
     "world, parallel, dtype, bound",
-    [(2, {}, "float32", 2**-7), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", 2**-5, marks=pytest.mark.slow)],
+    [(2, {}, "float32", 2**-7), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", 2**-5, marks=pytest.mark.nightly)],
 )
 def test_a_checkpoint_has_them_and_a_run_goes_on_to_the_bit(tmp_path, world, parallel, dtype, bound):
     """A moment is rounded to 8 bits of significand (2^-9 relative) each step, of which a few steps' update shows less than

@@ -16,7 +16,7 @@ from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares m
 from mrl.engine.megatron.muon import orthogonalise
 from tests.engine import muon, tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 UPDATE = 1e-3
 
@@ -59,7 +59,11 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "world", "parallel", "divided", "keys"), slow_but(LAYOUTS[:3], LAYOUTS), ids=str)
+@pytest.mark.parametrize(
+    ("family", "world", "parallel", "divided", "keys"),
+    in_tiers(LAYOUTS[:3], [LAYOUTS[4], LAYOUTS[6]], LAYOUTS),
+    ids=str,
+)
 def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, world, parallel, divided, keys):
     folder = tiny.make_model(str(tmp_path / "model"), family)
     optimizer = dataclasses.replace(muon.OPTIMIZER, muon=MuonConfig(**keys))
@@ -77,7 +81,7 @@ def test_updates_are_those_of_whole_matrices_in_every_layout(tmp_path, family, w
 
 @pytest.mark.parametrize(
     ("world", "parallel", "dtype"),
-    [(2, {}, "float32"), pytest.param(4, {"tp": 2, "pp": 2}, "bfloat16", marks=pytest.mark.slow)],
+    [(2, {}, "bfloat16"), pytest.param(4, {"tp": 2, "pp": 2}, "float32", marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_state_is_kept_to_the_bit(tmp_path, world, parallel, dtype):

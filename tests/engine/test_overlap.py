@@ -5,6 +5,7 @@ import pytest
 from mrl.config.schema import LoraConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.tiers import nightly_but
 
 LAYOUTS = [
     ("qwen3", 2, {}),
@@ -14,7 +15,7 @@ LAYOUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, world, parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family, world, parallel", nightly_but(LAYOUTS[:2], LAYOUTS), ids=str)
 def test_overlap_changes_nothing(tmp_path, family, world, parallel):
     layers = 4 if "pp" in parallel else 2
     folder = tiny.make_model(str(tmp_path / "model"), family, layers=layers, tied=family == "llama")

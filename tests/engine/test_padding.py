@@ -19,7 +19,7 @@ from mrl.mcore_models import megatron_needs
 from mrl.parallel import ParallelDims
 from tests.engine import mtp, tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 ROUNDING = 1e-5
 CASES = [
@@ -34,7 +34,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "world", "parallel", "padding", "cut"), slow_but(CASES[:3], CASES), ids=str)
+@pytest.mark.parametrize(
+    ("family", "world", "parallel", "padding", "cut"), in_tiers(CASES[:3], [CASES[3], *CASES[5:7]], CASES), ids=str
+)
 def test_padding_counts_in_nothing(tmp_path, family, world, parallel, padding, cut):
     """Router losses are on where there are experts, and a rank may have fewer sequences than another, or none."""
     name, _, with_mtp = family.partition(" ")

@@ -110,7 +110,7 @@ def test_each_name_saves_memory_and_changes_no_bit(folder, family):
     ("family", "options"),
     [
         ("llama", {"parallel": {"tp": 2}, "model": {"lora": LoraConfig(rank=4, dropout=0.2)}}),
-        ("deepseek_v3", {"parallel": {"tp": 2}, "dtype": "bfloat16"}),
+        pytest.param("deepseek_v3", {"parallel": {"tp": 2}, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", {"parallel": {"cp": 2}}, marks=pytest.mark.slow),
     ],
     ids=["llama tp2 lora", "deepseek_v3 tp2", "qwen3_5 cp2"],

@@ -27,6 +27,7 @@ from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row
+from tests.tiers import in_tiers
 
 AUX, Z = 0.5, 0.1
 ROWS = (
@@ -54,7 +55,9 @@ CASES = [(ROWS[0], 1), *((row, 2 if row.sequences >= 8 else 1) for row in ROWS)]
 """One call of forward_backward_step, and two where there are enough sequences."""
 
 
-@pytest.mark.parametrize(("row", "calls"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("row", "calls"), in_tiers([CASES[0], CASES[4], CASES[6]], [CASES[2], CASES[5]], CASES), ids=str
+)
 def test_gradient(folders, row: Row, calls: int):
     folder = folders[row.model]
     batch = tiny.uneven_batch(sequences=row.sequences)

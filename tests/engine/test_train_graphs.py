@@ -8,7 +8,7 @@ import pytest
 from mrl.config.schema import MoEConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 
 EXPERTS = {"moe": MoEConfig(grouped_mm=True, aux_loss=0.1, z_loss=0.01)}
 CASES = [
@@ -30,7 +30,7 @@ def compared(tmp_path, family, world, parallel, options, **more):
     return run_case(world, "tests.engine.train_graphs:compare", config=config, te=te, timeout_s=60.0, **more)
 
 
-@pytest.mark.parametrize("family, world, parallel, options", slow_but(CASES[:3], CASES), ids=str)
+@pytest.mark.parametrize("family, world, parallel, options", in_tiers(CASES[:3], CASES[3:5], CASES), ids=str)
 def test_replays_change_no_bit(tmp_path, family, world, parallel, options):
     found = compared(tmp_path, family, world, parallel, options)
     assert found.differ == {} and found.lines == []
@@ -45,7 +45,7 @@ def test_an_input_that_stays_as_it_was_shows(tmp_path, stale):
     assert compared(tmp_path, *CASES[0], stale=stale).differ
 
 
-@pytest.mark.parametrize("refuses", slow_but([1], [0, 1]))
+@pytest.mark.parametrize("refuses", nightly_but([1], [0, 1]))
 def test_tensor_parallel_ranks_have_graphs_all_or_none(tmp_path, refuses):
     found = compared(tmp_path, *CASES[1], refuses=refuses)
     assert found.differ == {} and found.replays == 0
@@ -53,7 +53,7 @@ def test_tensor_parallel_ranks_have_graphs_all_or_none(tmp_path, refuses):
     assert found.lines == [f"engine.cuda_graphs: layers were not captured ({why}); training runs without graphs"]
 
 
-@pytest.mark.parametrize("refuses", slow_but([0], [0, 1]))
+@pytest.mark.parametrize("refuses", nightly_but([0], [0, 1]))
 def test_a_replica_that_replays_and_one_that_does_not_train_the_same(tmp_path, refuses):
     found = compared(tmp_path, *CASES[2], refuses=refuses)
     assert found.differ == {} and bool(found.replays) == (refuses == 1)

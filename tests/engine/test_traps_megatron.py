@@ -168,7 +168,7 @@ def test_trap_15_each_rank_has_one_early_and_one_late_segment_of_every_sequence(
     "layouts",
     [
         ("tp2+spxpp2", "dp4"),
-        pytest.param(("cp2xdp2", "pp4"), marks=pytest.mark.slow),
+        pytest.param(("cp2xdp2", "pp4"), marks=pytest.mark.nightly),
         pytest.param(("tp4", "pp2xvpp2xcp2"), marks=pytest.mark.nightly),
     ],
     ids=str,
@@ -215,7 +215,7 @@ def test_trap_30_bf16_is_close_to_fp32_and_alike_in_every_layout(folder):
     """
     exact = run("loss_and_norm", folder("llama"), "dp1")
     one = run("loss_and_norm", folder("llama"), "dp1", options={"dtype": "bfloat16"})
-    for layout in ("dp1", "tp2", "tp2+sp", "pp2", "cp2", "dp2", "tp2xpp2"):
+    for layout in ("tp2+sp", "pp2", "cp2", "dp2"):
         rounded = run("loss_and_norm", folder("llama"), layout, options={"dtype": "bfloat16"})
         assert rounded[0] == pytest.approx(exact[0], rel=1e-2), layout
         assert rounded[0] == pytest.approx(one[0], rel=4e-3), layout
