@@ -12,7 +12,6 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.phases import SAMPLING_RANKS, Phases
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
-from mrl.engine.megatron.checks import num_experts
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.plan import memory
@@ -131,7 +130,7 @@ def plan(
         longest=longest, phases=phases, roles=roles,
         uses=memory.memory_uses(phases, roles, longest, gpu.memory),
         costs=costs, model_flops=model_flops, batches=batches,
-        has_experts=any(num_experts(part.hf) for part in parts if part.role in roles),
+        has_experts=any(normalize(dict(part.hf)).get("num_experts") for part in parts if part.role in roles),
     )  # fmt: skip
 
 

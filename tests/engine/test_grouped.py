@@ -192,9 +192,6 @@ def test_experts_that_the_kernel_does_not_take_stay_as_they_are(tmp_path, family
     engine.init_model()
     grouped.install(engine.model.chunks)
     assert not [name for chunk in engine.model.chunks for name, m in chunk.named_modules() if "forward" in vars(m)]
-    if sizes:  # asked for, of an engine that nobody has checked
-        with pytest.raises(ConfigError, match="and theirs are 32 x 26 on a rank"):
-            build_engine(with_key(config)).init_model()
 
 
 REFUSED = {

@@ -4,6 +4,7 @@ import ctypes
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,6 +37,7 @@ def sleep():
     time.sleep(60)
 
 
+@pytest.mark.nightly
 def test_values_errors_crashes_and_timeouts():
     cases = [
         Case(f"{HERE}:total", {"x": 2}),

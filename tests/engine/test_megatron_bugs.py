@@ -3,9 +3,10 @@
 Tests of other files that belong to it:
 
     3    tests/engine/test_mtp.py: gradients of MTP layers against one process, on unequal data-parallel ranks
+    4, 5, 13    test_traps_megatron.py (trap 27): two engines of different layouts in one process
+    8, 11    test_traps_megatron.py (traps 10 and 11): gpt_oss and qwen3_5
     9    test_traps_megatron.py (traps 2 to 4): factors, and the parity rows with one trained token
     10   tests/engine/test_router_losses.py: padded rows under tp2+sp
-    11   the parity rows "qwen3_5 tp2", without sequence parallelism
     12   tests/engine/test_contract.py: a checkpoint of one layout goes on in another
 """
 
@@ -17,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mrl
 from mrl.config.schema import RoleConfig
@@ -30,9 +30,7 @@ from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case
 from tests.engine.parity import Row
 
-import megatron.core  # isort: skip  after the engine, which prepares its import
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
+from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip  after the engine, which prepares its import
 from megatron.core.tensor_parallel import cross_entropy  # isort: skip
 
 NOT_IMPORTED = {
@@ -94,66 +92,8 @@ def test_1_and_2_the_loss_is_none_of_megatrons(folder):
     run_case(2, f"{__name__}:trains_without_megatrons_loss", config=config_of(folder("llama"), "tp2"))
 
 
-def groups_are_the_engines_own(first: RoleConfig, second: RoleConfig) -> None:
-    """4, 5, 6, 7, 13: modules hold the groups that are process-wide while their engine works, and keep them.
-
-    Bugs of an explicit group beside a process-wide one need two that differ. Two engines of different layouts share the
-    process; each trains and evaluates several batches inside the other's turn.
-    """
-    engines = [make_engine(first), make_engine(second)]
-    held = [_held(engine) for engine in engines]
-    for seed in range(2):
-        for engine in engines:
-            train(engine, 1, first=seed)
-            with engine.eval_mode(), torch.no_grad():
-                engine.forward_backward_step(engine.shard_data(tiny.uneven_batch(seed)), forward_only=True)
-    for engine, before in zip(engines, held, strict=True):
-        assert _held(engine) == before, "a module's group has changed"
-
-
-def _held(engine: object) -> dict[str, int]:
-    """Returns the id of each group that a module has, by its name, having compared it with the process-wide ones."""
-    found: dict[str, int] = {}
-    with engine.model.state.installed():
-        state = megatron.core.parallel_state
-        known = {id(value) for value in vars(state).values() if isinstance(value, dist.ProcessGroup)}
-        exact = {"tp": state.get_tensor_model_parallel_group(), "cp": state.get_context_parallel_group()}
-        for index, chunk in enumerate(engine.model.chunks):
-            for name, module in chunk.named_modules():
-                for key, value in _groups_of(module):
-                    assert id(value) in known, f"{name}.{key} is no group of its engine"
-                    if key in ("pg_collection.tp", "pg_collection.cp"):
-                        assert value is exact[key.rpartition(".")[2]], f"{name}.{key}"
-                    found[f"{index}.{name}.{key}"] = id(value)
-    assert any(key.endswith("pg_collection.cp") for key in found)
-    return found
-
-
-def _groups_of(module: torch.nn.Module) -> list[tuple[str, dist.ProcessGroup]]:
-    found = []
-    for key, value in vars(module).items():
-        of = vars(value) if isinstance(value, ProcessGroupCollection) else {"": value}
-        found += [(f"{key}.{k}".rstrip("."), v) for k, v in of.items() if isinstance(v, dist.ProcessGroup)]
-    return found
-
-
-def test_4_5_6_7_13_groups_are_the_engines_own(folder):
-    """An explicit group that differs from the process-wide one is what these bugs need."""
-    first = config_of(folder("mixtral"), "tp2+spxcp2", recompute="full")
-    second = config_of(folder("llama"), "tp4")
-    run_case(4, f"{__name__}:groups_are_the_engines_own", first=first, second=second)
-
-
 def test_4_saved_activations_are_whole(folder):
     """`distribute_saved_activations` is off, and a config cannot set it."""
     assert "distribute_saved_activations" in SET_BY_MRL
     hf, dims = read_hf_config(folder("llama")), ParallelDims(2, tp=2, sp=True)
     assert not transformer_config(hf, dims, dtype=torch.float32, recompute="full").distribute_saved_activations
-
-
-def test_8_sinks_are_counted_on_each_rank(folder):
-    run_case(2, "tests.engine.traps:split_parameters_say_so", config=config_of(folder("gpt_oss"), "tp2+spxetp1"))
-
-
-def test_11_norms_of_delta_nets_stay_equal(folder):
-    run_case(2, "tests.engine.traps:replicas_stay_equal", config=config_of(folder("qwen3_5"), "tp2"))

@@ -1,13 +1,12 @@
 """What `engine.recompute` and `engine.recompute_modules` leave for the backward pass, and that they change no bit.
 
 Measured are the storages of all that autograd has saved when the loss is computed, each once and as large as it is then, without
-parameters: what a forward pass leaves on the device. `python -m tests.engine.test_recompute` prints the table of docs/layouts.md.
+parameters: what a forward pass leaves on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from typing import Any
 
 import pytest
@@ -188,30 +187,3 @@ def test_activations_of_grouped_experts(folder):
     found = run_case(1, f"{__name__}:saves_under_te", config=config, choices=choices)
     assert found["default"] < found["layernorm+moe_act"] < min(found["moe_act"], found["layernorm"])
     assert max(found["moe_act"], found["layernorm"]) < found["none"]
-
-
-# -- the table of docs/layouts.md --------------------------------------------------------------------------------------
-
-SIZES = {
-    "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
-    "deepseek_v3": {
-        "hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 256, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "q_lora_rank": 192, "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
-    },
-}  # fmt: skip
-
-
-def main() -> None:
-    for family, sizes in SIZES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            tiny.make_model(folder, family, layers=4, **sizes)
-            config = tiny.role(folder, backend="megatron", tokens=2000, dtype="bfloat16")
-            choices = [*([name] for name in SINGLE[family]), None]
-            found = run_case(1, "tests.engine.test_recompute:saves", config=config, choices=choices)
-        for name, saved in found.items():
-            print(f"{family:12} {name:16} {saved / 2**20:7.1f} MiB  {saved / found['none']:.0%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -71,6 +71,7 @@ def test_trap_1_gradients_are_reduced_by_the_engine_once(folder):
     [
         (("llama", {}), "dp2"),
         (("qwen3", {}), "tp2+sp"),
+        (("qwen3_5", {}), "tp2"),  # norms of gated delta nets, without sequence parallelism
         pytest.param(("llama", {"tied": True}), "pp4", marks=pytest.mark.slow),
         pytest.param(("llama", {"tied": True}), "tp2+spxpp2xdp2", marks=pytest.mark.nightly),
         pytest.param(("qwen3", {}), "tp2xcp2", marks=pytest.mark.slow),
@@ -89,7 +90,7 @@ def test_traps_1_11_24_every_parameter_trains_and_replicas_stay_equal(folder, mo
     ("family", "layout", "head"),
     [
         ("qwen3", "tp2", "lm"), ("qwen3", "tp2+spxpp2", "lm"), ("llama", "tp2", "value"), ("llama", "tp2+spxpp2", "value"),
-        ("mixtral", "tp2+spxdp2xep2", "lm"), ("mixtral", "tp2+spxdp2xep2xetp2", "lm"),
+        ("mixtral", "tp2+spxdp2xep2", "lm"), ("mixtral", "tp2+spxdp2xep2xetp2", "lm"), ("gpt_oss", "tp2+spxetp1", "lm"),
     ],
 )  # fmt: skip
 def test_trap_10_parameters_carry_megatron_attributes(folder, family, layout, head):

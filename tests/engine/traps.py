@@ -126,11 +126,18 @@ def results_are_the_same_on_every_rank(config: RoleConfig) -> None:
 
 
 def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
-    """Engines of different layouts whose steps alternate, one also inside the other's mode, equal each alone, bit for bit."""
+    """Engines of different layouts whose steps alternate, one also inside the other's mode, equal each alone, bit for bit;
+    so do evaluations of two batches at the end."""
+
+    def evaluated(engine: MegatronEngine) -> list[float]:
+        with engine.eval_mode():
+            shares = [engine.shard_data(tiny.uneven_batch(seed)) for seed in range(2)]
+            return [engine.forward_backward_step(share, forward_only=True)[1]["loss"] for share in shares]
 
     def alone(config: RoleConfig) -> tuple[list, dict]:
         engine = make_engine(config)
-        return train(engine, 3), {name: t.clone() for name, t in engine.hf_weights()}
+        history = [*train(engine, 3), *evaluated(engine)]
+        return history, {name: t.clone() for name, t in engine.hf_weights()}
 
     expected_first, expected_second = alone(first), alone(second)
     a, b = make_engine(first), make_engine(second)
@@ -146,7 +153,7 @@ def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
         if seed != 1:
             history_b += train(b, 1, first=seed)
         history_a.append((loss, float(a.optimizer_step()), a.lr_scheduler_step(), ctx["metrics"]))
-    assert (history_a, history_b) == (expected_first[0], expected_second[0])
+    assert (history_a + evaluated(a), history_b + evaluated(b)) == (expected_first[0], expected_second[0])
     assert_equal(dict(a.hf_weights()), expected_first[1])
     assert_equal(dict(b.hf_weights()), expected_second[1])
 

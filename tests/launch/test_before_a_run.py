@@ -93,9 +93,6 @@ def test_roles_share_the_buffers_of_tensor_parallel_communication(folder):
     actor = ["actor.model.dtype=bfloat16", f"actor.engine={engine.format(64)}"]
     said = dry_run_of_ppo(*actor, f"reference.engine={engine.format(64)}")
     assert said.exit_code == 0, said.output
-    assert (
-        "engine.megatron.tp_comm_overlap: every micro-batch is padded to engine.micro_batch.tokens (64)" in said.stdout
-    )
     alone = "reference.engine={device: cpu, parallel: {tp: 2}}"
     assert dry_run_of_ppo(*actor, alone).exit_code == 0
     refused = dry_run_of_ppo(*actor, f"reference.engine={engine.format(80)}")

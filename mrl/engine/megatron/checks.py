@@ -9,8 +9,8 @@ import torch
 
 from mrl.config.backends import OWN_KEYS
 from mrl.config.schema import EngineConfig, ModelConfig, TrainedModelConfig
-from mrl.engine.checks import EngineChecks, Sequences, whole_number
-from mrl.errors import ConfigError, Shown, quoted
+from mrl.engine.checks import EngineChecks, Sequences
+from mrl.errors import ConfigError, Shown
 from mrl.mcore_models import fp8, graph_limits, layer_spec, megatron_needs, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
@@ -38,7 +38,6 @@ class MegatronChecks(EngineChecks):
     def check_model(
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
-        check_text_alone(hf_config)
         normalized = normalize(dict(hf_config))
         fields = fields_of(normalized)
         check_counts(engine, dims, normalized)
@@ -100,21 +99,6 @@ def _has_adapters(model: ModelConfig) -> bool:
 def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
     """Returns lines for the user on the choices for a model, before a run and in it. fields: as of `fields_of`."""
     lines = layer_spec.notes(spec)
-    if engine.megatron.get("fp8"):
-        lines.append(
-            f"engine.megatron.fp8: linear layers compute in FP8 ({engine.megatron['fp8_recipe']}), in evaluations and "
-            "log-probs too; decoding, weights, checkpoints and exports are bfloat16 (docs/fp8.md)"
-        )
-    if userbuffers.is_enabled(engine.megatron):
-        lines.append(
-            f"engine.megatron.{userbuffers.FIELD}: every micro-batch is padded to engine.micro_batch.tokens "
-            f"({engine.micro_batch.tokens}), in evaluations and log-probs too; no GPU has run it (docs/tp-overlap.md)"
-        )
-    if engine.micro_batch.pad:
-        lines.append(
-            f"engine.micro_batch.pad: every micro-batch is padded to engine.micro_batch.tokens "
-            f"({engine.micro_batch.tokens}), in evaluations and log-probs too (docs/training-graphs.md)"
-        )
     if engine.cuda_graphs:
         on_gpu = engine.device == "cuda" or (engine.device == "auto" and devices.has_gpu())
         what = "a GPU replays the layers as CUDA graphs in training; none has run it"
@@ -162,18 +146,10 @@ def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) 
     return layers
 
 
-def check_text_alone(model: Mapping[str, Any]) -> None:
-    """Refuses models that read images. model: the content of config.json."""
-    if isinstance(model.get("vision_config"), dict) and family_of(model.get("model_type")) is None:
-        why = f"runs models of text alone, and model_type {model.get('model_type')!r} reads images too"
-        raise ConfigError("engine.backend", quoted("megatron"), why, "set engine.backend to fsdp")
-
-
 def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a model lacks the layers or experts that keys ask for. model: the content of its
-    config.json."""
-    stage_layers(whole_number(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if num_experts(model) is None:
+    """Raises ConfigError if a model lacks the layers or experts that keys ask for. model: as of `normalize`."""
+    stage_layers(model["num_hidden_layers"], dims.pp, dims.vpp)
+    if not model["num_experts"]:
         _check_dense(engine, dims, model)
 
 
@@ -197,14 +173,6 @@ def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelD
         multiple = f"{ALIGNMENT // dtype.itemsize} ({ALIGNMENT} bytes in {str(dtype).removeprefix('torch.')})"
         why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {theirs} on a rank"
         raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
-
-
-def num_experts(model: Mapping[str, Any]) -> int | None:
-    """Returns the experts of an MoE layer under any of config.json's names; None for a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if model.get(name):
-            return whole_number(model, name)
-    return None
 
 
 def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:

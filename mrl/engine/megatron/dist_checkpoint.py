@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -72,9 +71,29 @@ def stage(model: Model, *, schedule_step: int, state: Mapping[str, Any]) -> back
 
 
 def _small_files(model: Model, schedule_step: int, state: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Returns the content of `engine.pt`, and of this rank's RNG states."""
-    about = {"schedule_step": schedule_step} | _description(model) | {"state": dict(state)}
-    return saved_bytes(about), saved_bytes(_plain_rng(model))
+    """Returns the content of `engine.pt`, and of this rank's RNG states.
+
+    Collective, because a pipeline stage without adapters has no count of updates of its own.
+    """
+    steps = None
+    if model.optimizer is not None:
+        steps = int(collective.max_over_ranks(model.device, optim_state.step_count(model.optimizer))[0])
+    about = {
+        "schedule_step": schedule_step,
+        "layout": dataclasses.asdict(model.dims),
+        "architecture": _architecture(model),
+        "adapters": model.adapter_identity,
+        "optimizer_steps": steps,
+        "state": dict(state),
+    }
+    tracker, host, device = groups.rng_state()
+    rng = {
+        "device_type": model.device.type,
+        "tracker": {name: of_stream.clone() for name, of_stream in tracker.items()},
+        "host": host,
+        "device": device,
+    }
+    return saved_bytes(about), saved_bytes(rng)
 
 
 def _boxes_to_write(model: Model) -> Iterator[Box]:
@@ -138,8 +157,8 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
     if model.optimizer is not None:
         for part in optimizers_of(model.optimizer):
             optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
-    if rng is not None:
-        _restore_rng(model, rng)
+    if rng is not None and rng["device_type"] == model.device.type:
+        groups.set_rng_state((rng["tracker"], rng["host"], rng["device"]))
     return saved["schedule_step"], saved["state"]
 
 
@@ -183,38 +202,6 @@ def _architecture(model: Model) -> dict[str, Any]:
         "dtype": model.config.model.dtype,
         "layer_spec": "local",  # of the tensors' names (checkpoint_names), not of the computation
     }
-
-
-def _description(model: Model) -> dict[str, Any]:
-    """Returns the description that every rank saves.
-
-    Collective, because a pipeline stage without adapters has no count of updates of its own.
-    """
-    steps = (
-        None
-        if model.optimizer is None
-        else int(collective.max_over_ranks(model.device, optim_state.step_count(model.optimizer))[0])
-    )
-    return {
-        "layout": dataclasses.asdict(model.dims),
-        "architecture": _architecture(model),
-        "adapters": model.adapter_identity,
-        "optimizer_steps": steps,
-    }
-
-
-def _plain_rng(model: Model) -> dict[str, Any]:
-    tracker, host, device = groups.rng_state()
-    tracker = {name: state.clone() for name, state in tracker.items()}
-    return {"device_type": model.device.type, "tracker": tracker, "host": host, "device": device}
-
-
-def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
-    """Restores the generators. On another type of device only the host's: it cannot read the other's states."""
-    if saved["device_type"] == model.device.type:
-        groups.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
-    else:
-        torch.set_rng_state(saved["host"])
 
 
 def _sharded(model: Model) -> dict[str, Any]:

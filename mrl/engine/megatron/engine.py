@@ -252,8 +252,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
         Not with adapters: those of experts are summed over other ranks first.
         """
-        wrapped = self.model.wrapped
-        return bool(wrapped) and wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
+        return self.model.wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
     def _step_config(
         self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool, adds: bool

@@ -33,7 +33,6 @@ from mrl.engine.megatron.meta_run import (
     CostCounter,
     GPUKernelChoice,
     Traffic,
-    apply_keys,
     keep_mode_in_backward,
     norms_of,
 )
@@ -46,7 +45,7 @@ from mrl.parallel import Coordinates, ParallelDims
 from mrl.weights.families import fields_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.mtp import num_mtp_layers
-from mrl.weights.rules import chunk_plans, padded_vocab
+from mrl.weights.rules import chunk_plans
 
 Spec = Literal["te", "local"]
 """The spec of a model's layers: transformer-engine's, or megatron's own."""
@@ -199,9 +198,8 @@ def measure(
     are the local ones with its norms. These keep their input and a number a row. known: figures of chunks, not to be
     measured again; those of this rank are added. ids: of distillation. kernels: whether mrl's own run (mrl.kernels).
     """
-    from mrl.engine.megatron import optim, weights
+    from mrl.engine.megatron import weights
     from mrl.engine.megatron.model import Model
-    from mrl.mcore_models.build import build_chunks
 
     megatron_options = {
         k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.TRANSFORMER_ENGINE_FIELDS
@@ -211,31 +209,22 @@ def measure(
         model = Model(dataclasses.replace(config, engine=engine), dims)
         model.transformer.perform_initialization = False
         with model.state.installed():
-            plans = weights.plans_here(model.hf, dims, model.coords, mtp=model.mtp)
-            chunks = wrapped = build_chunks(
-                model.transformer, model.hf, dims=dims, chunks=plans,
-                padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
-                detaches_mtp=model.detaches_mtp,
-            )  # fmt: skip
-            apply_keys(chunks, model, config)
+            model.build()
+            chunks = model.chunks
             model.transformer.layer_spec = spec  # te's attention turns heads itself (layers.Rotary)
+            plans = weights.plans_here(model.hf, dims, model.coords, mtp=model.mtp)
             trained = config.optimizer is not None
-            if not trained:
-                for chunk in chunks:
-                    chunk.requires_grad_(False)
-            else:
-                wrapped = optim.wrap(chunks, model.transformer, engine.megatron)
             found = []
             if lengths:
                 run = _MeasuredRun(config, model, lengths, entropy, ids)
                 known = {} if known is None else known
                 keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, kernels, entropy, ids))
-                for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
+                for chunk, of, plan, key in zip(model.wrapped, chunks, plans, keys, strict=True):
                     if key not in known:
                         known[key] = run.measure(chunk, of, plan)
                     found.append(known[key])
             parameters = [p for chunk in chunks for p in chunk.parameters()]
-            in_buffers = _buffers(config, model, chunks, wrapped) if trained else []
+            in_buffers = _buffers(config, model) if trained else []
             frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
             return RankFigures(
                 fp8_copies=_fp8_copies(config, model, chunks, plans),
@@ -317,15 +306,14 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     return "local" if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
-def _buffers(config: RoleConfig, model: Any, chunks: Sequence[Any], wrapped: Sequence[Any]) -> list[Buffer]:
+def _buffers(config: RoleConfig, model: Any) -> list[Buffer]:
     """Describes megatron's buffers, with the elements of each on every rank."""
-    from mrl.engine.megatron import muon, optim
+    from mrl.engine.megatron import optim
 
     assert config.optimizer is not None
-    has_muon = config.optimizer.name == "muon"
-    matrices = muon.matrix_rules(chunks, model.rules_under("local")) if has_muon else {}
+    matrices = model.matrices() if config.optimizer.name == "muon" else {}
     options, described = config.engine.megatron, []
-    for buffer in optim.gradient_buffers(wrapped):
+    for buffer in optim.gradient_buffers(model.wrapped):
         ranks = buffer.data_parallel_group.size()
         masters, of_muon = [0] * ranks, [0] * ranks
         for parameter, ranges in ranges_of_ranks(buffer):

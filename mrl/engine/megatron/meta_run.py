@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from mrl import patches
-from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.peak_bytes import PeakBytes
 
@@ -229,18 +228,3 @@ def norms_of(spec: str) -> Iterator[None]:
         yield
     finally:
         RMSNorm.forward = forward  # type: ignore[method-assign]
-
-
-def apply_keys(chunks: Sequence[Any], model: Any, config: RoleConfig) -> None:
-    """Changes built chunks as their config asks: grouped products, adapters, activations on the host."""
-    from mrl.engine.lora.folder import adapters
-    from mrl.engine.megatron import lora
-    from mrl.engine.megatron.model import offload_activations
-    from mrl.mcore_models import grouped
-
-    if config.engine.moe.grouped_mm is True:
-        grouped.install(chunks)
-    if config.model.lora is not None:
-        rules, shapes = model.rules_under("local"), adapters(config.model.path, config.model.lora, config.head)
-        lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
-    offload_activations(chunks, config.engine)

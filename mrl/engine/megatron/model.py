@@ -17,9 +17,9 @@ from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
-from mrl.engine.megatron.checks import check_sizes, mtp_layers
+from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
-from mrl.engine.megatron.muon import matrix_rules
+from mrl.engine.megatron.muon import is_matrix
 from mrl.engine.saving import starting_weights
 from mrl.engine.stored_weights import say_carried
 from mrl.errors import ConfigError
@@ -113,8 +113,21 @@ class Model:
         read: Hugging Face name -> tensor or lazy slice; by default the config's initial weights.
         """
         self.state.check()
+        self.build()
+        config = self.config
+        if config.optimizer is not None:
+            self.optimizer = optim.build_optimizer(
+                config.optimizer, self.wrapped, self.dtype, config.engine.megatron, self.matrices()
+            )
+            if config.engine.cuda_graphs and self.captures_graphs:
+                self.train_graphs = [self._graphs(ddp) for ddp in self.wrapped]
+        with self._start() if read is None else contextlib.nullcontext(read) as source:
+            self.fill(source)
+        self.adapter_identity = identity_of(config, self.family, self.hf)
+
+    def build(self) -> None:
+        """Builds this rank's chunks as the config's keys ask for, without values and without an optimizer."""
         config, head = self.config, self.config.head
-        check_sizes(config.engine, fields_of(dict(self.hf)), self.dims, self.dtype)
         self.rules = self.rules_under(self.spec)
         buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
@@ -138,15 +151,11 @@ class Model:
         else:
             overlaps = dict.fromkeys(graph_limits.OVERLAPS, False) if config.engine.cuda_graphs else {}
             self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron | overlaps)
-            matrices = matrix_rules(self.chunks, self.rules)
-            self.optimizer = optim.build_optimizer(
-                config.optimizer, self.wrapped, self.dtype, config.engine.megatron, matrices
-            )
-            if config.engine.cuda_graphs and self.captures_graphs:
-                self.train_graphs = [self._graphs(ddp) for ddp in self.wrapped]
-        with self._start() if read is None else contextlib.nullcontext(read) as source:
-            self.fill(source)
-        self.adapter_identity = identity_of(config, self.family, self.hf)
+
+    def matrices(self) -> dict[int, Rule]:
+        """Returns the rules of this rank's matrices of layers, which Muon updates, by the id of the parameter."""
+        rules = weights.rule_of_parameters(self.chunks, self.rules)
+        return {number: rule for number, rule in rules.items() if is_matrix(rule)}
 
     def _graphs(self, ddp: Any) -> TrainGraphs:
         """Makes the layers of a chunk run as graphs in training."""
@@ -238,29 +247,17 @@ def agreed_spec(
     Each rank chooses by its own host. Raises ConfigError on every rank if one refuses, or chooses another spec than
     rank 0. They would train with different kernels, and under context parallelism wait for messages that never come.
     """
-    spec, refusal = None, None
     dtype, lora = layer_spec.DTYPES[config.model.dtype], config.model.lora is not None
-    try:
-        spec = layer_spec.choose(config.engine, fields, dims, dtype=dtype, lora=lora, kept=kept)
-    except ConfigError as error:
-        refusal = error
-    name: str = "" if spec is None else spec.name
+    spec = collective.call_on_every_rank(
+        lambda: layer_spec.choose(config.engine, fields, dims, dtype=dtype, lora=lora, kept=kept)
+    )
+    name = spec.name
     if name == "te" and dims.cp > 1:
         name += f" with cp_comm_type {cp_comm_type(fields, dims)}"
-    why = "" if spec is None else spec.why
-    names, reasons, refusals, hosts = zip(
-        *collective.all_ranks().gather((name, why, refusal, socket.gethostname())), strict=True
-    )
-    refusing = [rank for rank, error in enumerate(refusals) if error is not None]
-    if len(refusing) == len(refusals) and refusal is not None:
-        raise refusal
-    if refusing:
-        rank = refusing[0]
-        raise refusals[rank].going_on(f"it is so on rank {collective.named_rank(rank)} (host {hosts[rank]})")
-    for rank, other in enumerate(names):
-        if other != names[0]:
-            both = (f"{names[i]} on rank {collective.named_rank(i)} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
+    everyone = collective.all_ranks().gather((name, f"{name} on host {socket.gethostname()} ({spec.why})"))
+    first, described = everyone[0]
+    for other, differently in everyone:
+        if other != first:
             fix = "install the same packages on all hosts, or set local"
-            raise ConfigError(layer_spec.KEY, config.engine.layer_spec, f"is {' but '.join(both)}", fix)
-    assert spec is not None
+            raise ConfigError(layer_spec.KEY, config.engine.layer_spec, f"is {described} but {differently}", fix)
     return spec

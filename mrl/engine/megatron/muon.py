@@ -36,8 +36,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 MIN_NORM = 1e-7
 
-Messages = collections.defaultdict[int, list[Tensor]]
-"""Tensors to send to each rank, or to receive from it."""
+Move = tuple[int, int, Any, Any]
+"""A rank of the group, another one, the first one's tensor, and the place for it in the other one's memory.
+
+The tensor is None on other ranks than the first, and the place on others than the second.
+"""
 
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
@@ -65,16 +68,6 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 def is_matrix(rule: Rule) -> bool:
     """Returns whether Muon updates a parameter: matrices of layers. Embeddings and heads are of no layer."""
     return rule.layer is not None and not rule.buffer and all(len(shape) == 2 for shape in rule.hf_shapes)
-
-
-def matrix_rules(chunks: Sequence[torch.nn.Module], rules: Sequence[Mapping[str, Rule]]) -> dict[int, Rule]:
-    """Returns the rules of Muon's matrices in this rank's chunks, by the id of the parameter."""
-    return {
-        id(parameter): of_chunk[name]
-        for chunk, of_chunk in zip(chunks, rules, strict=True)
-        for name, parameter in chunk.named_parameters()
-        if is_matrix(of_chunk[name])
-    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,8 +120,8 @@ class Muon(torch.optim.Optimizer):
     ) -> Muon:  # fmt: skip
         """Returns one that updates what `part.optimizer`, an AdamW, would.
 
-        matrices: as `matrix_rules` has them. mains: masters of this rank's entries, by the id of the parameter. dtype:
-        for the computation of Newton-Schulz steps.
+        matrices: their rules, and mains: masters of this rank's entries, both by the id of the parameter. dtype: for
+        the computation of Newton-Schulz steps.
         """
         adamw = part.optimizer
         of_muon = {id(mains[number]): number for number in matrices if number in mains}
@@ -200,57 +193,48 @@ class Muon(torch.optim.Optimizer):
 
     def _to_owners(self, held: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns all entries of the parameters that this rank owns. held: of each divided one, this rank's entries."""
-        rank = self.ranks.rank()
-        sent: Messages = collections.defaultdict(list)
-        wanted: Messages = collections.defaultdict(list)
-        wholes = {}
+        wholes = {s: held[s].new_empty(s.entries) for s in self.divided if s.owner == self.ranks.rank()}
+        moves: list[Move] = []
         for shard in self.divided:
-            if shard.owner != rank:
-                sent[shard.owner].append(held[shard])
-                continue
-            wholes[shard] = held[shard].new_empty(shard.entries)
             for peer, (start, end) in shard.ranges.items():
-                if peer == rank:
-                    wholes[shard][start:end] = held[shard]
-                else:
-                    wanted[peer].append(wholes[shard][start:end])
-        _exchange(sent, wanted, self.ranks)
+                place = wholes[shard][start:end] if shard in wholes else None
+                moves.append((peer, shard.owner, held[shard], place))
+        _exchange(moves, self.ranks)
         return wholes
 
     def _to_ranks(self, wholes: Mapping[Shard, Tensor]) -> dict[Shard, Tensor]:
         """Returns this rank's entries of each divided parameter. wholes: all entries of those that it owns."""
-        rank = self.ranks.rank()
-        sent: Messages = collections.defaultdict(list)
-        wanted: Messages = collections.defaultdict(list)
-        own = {}
+        own: dict[Shard, Tensor] = {}
+        moves: list[Move] = []
         for shard in self.divided:
-            first, last = shard.ranges[rank]
-            if shard.owner != rank:
-                assert shard.main is not None
-                own[shard] = shard.main.new_empty(last - first)
-                wanted[shard.owner].append(own[shard])
-                continue
-            own[shard] = wholes[shard][first:last]
+            assert shard.main is not None
+            own[shard] = shard.main.new_empty(shard.main.numel())
             for peer, (start, end) in shard.ranges.items():
-                if peer != rank:
-                    sent[peer].append(wholes[shard][start:end])
-        _exchange(sent, wanted, self.ranks)
+                part = wholes[shard][start:end] if shard in wholes else None
+                moves.append((shard.owner, peer, part, own[shard]))
+        _exchange(moves, self.ranks)
         return own
 
 
-def _exchange(sent: Messages, wanted: Messages, ranks: dist.ProcessGroup) -> None:
-    """Sends the tensors of `sent`, and fills those of `wanted`. Both ends have them in the same order."""
-    incoming = {rank: torch.cat(tensors) for rank, tensors in wanted.items()}
-    messages = [(dist.irecv, tensor, rank) for rank, tensor in incoming.items()]
-    messages += [(dist.isend, torch.cat(tensors), rank) for rank, tensors in sent.items()]
-    if messages:
-        operations = [
-            dist.P2POp(send, tensor, dist.get_global_rank(ranks, rank), ranks) for send, tensor, rank in messages
-        ]
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-    for rank, tensors in wanted.items():
-        parts = incoming[rank].split([tensor.numel() for tensor in tensors])
+def _exchange(moves: Sequence[Move], ranks: dist.ProcessGroup) -> None:
+    """Copies tensors between ranks. The source and the target of a move have it at the same place in their lists."""
+    sent: dict[int, list[Tensor]] = collections.defaultdict(list)
+    wanted: dict[int, list[Tensor]] = collections.defaultdict(list)
+    rank = ranks.rank()
+    for source, target, tensor, place in moves:
+        if source == target == rank:
+            place.copy_(tensor)
+        elif source == rank:
+            sent[target].append(tensor)
+        elif target == rank:
+            wanted[source].append(place)
+    incoming = {peer: torch.cat(places) for peer, places in wanted.items()}
+    operations = [dist.P2POp(dist.irecv, t, group=ranks, group_peer=peer) for peer, t in incoming.items()]
+    operations += [dist.P2POp(dist.isend, torch.cat(t), group=ranks, group_peer=peer) for peer, t in sent.items()]
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+    for peer, tensors in wanted.items():
+        parts = incoming[peer].split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part)
 

@@ -102,8 +102,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Builds AdamW over this rank's shard of the parameters, with fp32 masters and no decay of biases and norms.
 
-    If the config says so, Muon updates matrices of layers. megatron_options: `engine.megatron`. matrices:
-    `matrix_rules`.
+    If the config says so, Muon updates matrices of layers. megatron_options: `engine.megatron`. matrices: their rules,
+    by the id of the parameter.
     """
     given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
     on_host = given.pop(CPU_OFFLOAD_FIELD, False)
@@ -170,16 +170,10 @@ def moments(part: MegatronOptimizer, main: torch.Tensor, *, make: bool = False) 
     for name in (MOMENTUM,) if is_matrix else MOMENTS:
         moment = held.get(name)
         if moment is None:
-            moment = new_moment(part, name, main)
+            moment = torch.zeros_like(main, dtype=getattr(part.config, f"{name}_dtype", torch.float32))
             if make:
                 held[name] = moment
         yield name, moment
-
-
-def new_moment(part: MegatronOptimizer, name: str, main: torch.Tensor) -> torch.Tensor:
-    """Returns a moment with its value before the first update."""
-    dtypes = {"exp_avg": part.config.exp_avg_dtype, "exp_avg_sq": part.config.exp_avg_sq_dtype}
-    return torch.zeros_like(main, dtype=dtypes.get(name, torch.float32))
 
 
 def is_view(main: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -226,8 +220,7 @@ def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
 
 def gathers_in_forward(chunks: Sequence[Any]) -> bool:
     """Returns whether an update leaves parameters to be gathered by the next forward (`overlap_param_gather`)."""
-    first = next(iter(chunks), None)
-    return isinstance(first, DistributedDataParallel) and first.ddp_config.overlap_param_gather
+    return isinstance(chunks[0], DistributedDataParallel) and chunks[0].ddp_config.overlap_param_gather
 
 
 def gather_in_forward(chunks: Sequence[DistributedDataParallel]) -> None:

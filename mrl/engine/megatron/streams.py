@@ -77,15 +77,12 @@ def _owned(model: Model) -> Iterator[OwnedRule]:
 def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
     """Returns a function from a parameter to its values with its adapter added in: a new tensor."""
     of_parameter: dict[int, lora.Adapter] = {}
-    for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
-        parameters = dict(chunk.named_parameters())
-        for rule in of_chunk.values():
-            if isinstance(rule, AdapterRule):
-                continue
-            module, _, name = rule.mcore.rpartition(".")
-            adapter = lora.adapter_of(chunk.get_submodule(module), name)
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            module, _, own_name = name.rpartition(".")
+            adapter = lora.adapter_of(chunk.get_submodule(module), own_name)
             if adapter is not None:
-                of_parameter[id(parameters[rule.mcore])] = adapter
+                of_parameter[id(parameter)] = adapter
 
     def value(parameter: Tensor) -> Tensor:
         adapter = of_parameter.get(id(parameter))
