@@ -160,15 +160,6 @@ def same_in_any_company(config: RoleConfig) -> None:
         same(engine.generate(requests), everything)
     with tokens_read_late():
         same(engine.generate(requests), everything)
-        kept, half = KeptSequences(200), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
-        begun = engine.generate(half, cache_tokens=45, prefill_tokens=3, kept=kept)
-        longer = [dataclasses.replace(r, tokens=[*r.tokens, *c.tokens]) for r, c in zip(requests, begun, strict=True)]
-        whole = [i for i in everything if begun[i].finished or requests[i].max_new_tokens <= 2]
-        rest = engine.generate([longer[i] for i in everything if i not in whole], kept=kept)
-    going_on = iter(rest)
-    for i in everything:
-        tokens = begun[i].tokens + ([] if i in whole else next(going_on).tokens)
-        assert tokens[: len(together[i].tokens)] == together[i].tokens
     greedy = [dataclasses.replace(r, sampling=GREEDY) for r in requests]
     assert engine.generate(greedy) != together and engine.generate([]) == []
     other = engine.generate([dataclasses.replace(r, key=r.key._replace(step=3)) for r in requests])
@@ -373,18 +364,17 @@ def company_changes_no_bit(config: RoleConfig) -> None:
         assert engine.generate([requests[i]]) == [together[i]]
     assert engine.generate([requests[i] for i in shuffled]) == [together[i] for i in shuffled]
     assert engine.generate(requests, cache_tokens=45, prefill_tokens=3) == together
-    for room in (0, 200):
-        kept, half = KeptSequences(room), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
-        begun = engine.generate(half, kept=kept)
-        longer = [
-            dataclasses.replace(r, tokens=[*r.tokens, *c.tokens], max_new_tokens=r.max_new_tokens - 2)
-            for r, c in zip(requests, begun, strict=True)
-        ]
-        whole = [i for i, c in enumerate(begun) if not c.finished]
-        rest = engine.generate([longer[i] for i in whole], kept=kept)
-        for i, found in zip(whole, rest, strict=True):
-            assert begun[i].tokens + found.tokens == together[i].tokens
-            assert begun[i].log_probs + found.log_probs == together[i].log_probs
+    kept, half = KeptSequences(200), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
+    begun = engine.generate(half, kept=kept)
+    longer = [
+        dataclasses.replace(r, tokens=[*r.tokens, *c.tokens], max_new_tokens=r.max_new_tokens - 2)
+        for r, c in zip(requests, begun, strict=True)
+    ]
+    whole = [i for i, c in enumerate(begun) if not c.finished]
+    rest = engine.generate([longer[i] for i in whole], kept=kept)
+    for i, found in zip(whole, rest, strict=True):
+        assert begun[i].tokens + found.tokens == together[i].tokens
+        assert begun[i].log_probs + found.log_probs == together[i].log_probs
 
     def scored(indices: list[int]) -> list[torch.Tensor]:
         tokens = [[*requests[i].tokens, *together[i].tokens] for i in indices]

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, MoEConfig
-from mrl.engine.checks import EngineChecks, Sequences
-from mrl.engine.fsdp.checks import FSDPChecks
+from mrl.engine.checks import Sequences
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError
@@ -196,10 +195,8 @@ def test_experts_that_the_kernel_does_not_take_stay_as_they_are(tmp_path, family
 
 REFUSED = {
     "gpt_oss": ({}, {}, "multiplies experts without biases, and the model's have some; leave it out"),
-    "qwen3": ({}, {}, "is for experts, and the model (qwen3) has none; leave it out"),
     "qwen3_moe": ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8; leave one of both out"),
     "deepseek_v3": ({"moe_intermediate_size": 20}, {}, "takes experts whose sizes are multiples of 4 (16 bytes in float32), and theirs are 32 x 10 on a rank; leave it out"),
-    "mixtral": ({"intermediate_size": 26}, {}, "takes experts whose sizes are multiples of 4 (16 bytes in float32), and theirs are 32 x 26 on a rank; leave it out"),
 }  # fmt: skip
 
 
@@ -209,28 +206,14 @@ def test_what_cannot_be_is_refused(family):
     raw, dims = tiny.config_of(family, **sizes).to_dict(), ParallelDims()
     if family == "deepseek_v3":
         dims = ParallelDims(2, tp=2, etp=2, sp=True)
-    engine = EngineConfig(moe=MoEConfig(grouped_mm=True), megatron=fields)
-    refusals = [lambda: checked(MegatronChecks, engine, dims, raw)]
-    if "sizes" in said:
-        refusals.append(lambda: MegatronChecks.check_here(MODEL, engine, dims, raw))
-    for refusal in refusals:
-        with pytest.raises(ConfigError) as error:
-            refusal()
-        assert str(error.value) == f"engine.moe.grouped_mm: value true {said}"
-
-
-def test_fsdp_has_no_such_key():
-    with pytest.raises(ConfigError, match="engine.moe.grouped_mm: value true is not supported by backend fsdp"):
-        checked(FSDPChecks, EngineConfig(backend="fsdp", moe=MoEConfig(grouped_mm=True)), ParallelDims(), {})
-
-
-MODEL = ModelConfig(path="none", dtype="float32")
-
-
-def checked(checks: type[EngineChecks], engine: EngineConfig, dims: ParallelDims, raw: dict[str, Any]) -> None:
-    checks.check_config(MODEL, engine)
-    checks.check_model(engine, dims, raw, Sequences(8, "data.max_length", packed=True, generated=False))
-    checks.check_anywhere(MODEL, engine, dims, raw)
+    engine, model = (
+        EngineConfig(moe=MoEConfig(grouped_mm=True), megatron=fields),
+        ModelConfig(path="none", dtype="float32"),
+    )
+    with pytest.raises(ConfigError) as error:
+        MegatronChecks.check_model(engine, dims, raw, Sequences(8, "data.max_length", packed=True, generated=False))
+        MegatronChecks.check_anywhere(model, engine, dims, raw)
+    assert str(error.value) == f"engine.moe.grouped_mm: value true {said}"
 
 
 def product(x: torch.Tensor, counts: tuple[int, ...], weights: Sequence[torch.Tensor]) -> torch.Tensor:

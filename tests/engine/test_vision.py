@@ -142,10 +142,6 @@ def test_an_export_gives_equal_log_probs(table, model, tmp_path):
     run(table, "an_export_gives_equal_log_probs", 2, model, folder=str(tmp_path))
 
 
-def test_offloaded_state_gives_the_same(table):
-    run(table, "offloaded_state_gives_the_same", 1)
-
-
 def test_angles_that_follow_the_length_are_refused_beyond_it(table, tmp_path):
     folder = shutil.copytree(table.model("qwen2_vl"), tmp_path / "model")
     batch = image_batch(str(folder), images=(2, 0))

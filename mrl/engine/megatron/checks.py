@@ -71,7 +71,7 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model), elsewhere=True)
+        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=model.lora is not None, elsewhere=True)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype, elsewhere=engine.layer_spec)
         return choice_lines(spec, engine, fields)
 
@@ -80,7 +80,7 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:
         fields, dtype = _check_trained(model, engine, dims, hf_config)
-        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=_has_adapters(model))
+        spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=model.lora is not None)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
         _check_attention_of_graphs(engine, dtype, on_gpu=devices.has_gpu())
         fp8.check_here(engine.megatron)
@@ -90,10 +90,6 @@ def _check_attention_of_graphs(engine: EngineConfig, dtype: torch.dtype, *, on_g
     """Checks the layers that are asked for by name. Those of `auto` are known when the model is built."""
     if engine.cuda_graphs and engine.layer_spec == "local" and on_gpu:
         graph_limits.check_attention(dtype)
-
-
-def _has_adapters(model: ModelConfig) -> bool:
-    return isinstance(model, TrainedModelConfig) and model.lora is not None
 
 
 def choice_lines(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:

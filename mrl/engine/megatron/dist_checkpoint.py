@@ -100,7 +100,7 @@ def _boxes_to_write(model: Model) -> Iterator[Box]:
     placed = _placed(model)
     yield from (box for each in placed if not any(each.replica) for box in each.boxes)
     if model.optimizer is not None:
-        yield from optim_state.boxes_to_write(model.optimizer, placed)
+        yield from optim_state.boxes(model.optimizer, placed, to_read=False)
 
 
 def _write_files(
@@ -177,7 +177,7 @@ def _read_tensors(model: Model, found: str) -> None:
             placed = _placed(model)
             boxes = [box for each in placed for box in each.boxes]
             if model.optimizer is not None:
-                boxes += optim_state.boxes_to_read(model.optimizer, placed)
+                boxes += optim_state.boxes(model.optimizer, placed, to_read=True)
             check(reader, boxes)
             fill(reader, boxes)
     except CheckpointError as error:

@@ -298,7 +298,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def optimizer_step(self, update: UpdateSettings | None = None) -> GradNorm:
         with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
-            norm = optim.step(self.model.optimizer, update or self._update(), self.model.detached_params)
+            detached = self.model.mtp_params if self.model.detaches_mtp else None
+            norm = optim.step(self.model.optimizer, update or self._update(), detached)
             self.offload.spend("gradients")
             if self._late:
                 optim.gather_in_forward(self.model.wrapped)

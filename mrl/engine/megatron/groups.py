@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from mrl.engine.collective import TIMEOUT
 from mrl.parallel import Coordinates, ParallelDims
 
-_groups_of_layout: dict[tuple, dict[str, Any]] = {}
+_groups_of_layout: dict[ParallelDims, dict[str, Any]] = {}
 """Engines of one layout share its groups, because groups cost file descriptors and seconds. They hold no state."""
 
 
@@ -43,8 +43,7 @@ class MegatronState:
 
     @staticmethod
     def _layout_globals(dims: ParallelDims) -> dict[str, Any]:
-        key = (dims.world_size, dims.tp, dims.pp, dims.vpp, dims.cp, dims.ep, dims.etp)
-        if key not in _groups_of_layout:
+        if dims not in _groups_of_layout:
             before = _snapshot()
             _restore(_pristine)
             # _host_dp_group sends Python objects over the gloo group, because over NCCL they would go through a GPU.
@@ -56,9 +55,9 @@ class MegatronState:
                 expert_tensor_parallel_size=dims.etp, create_gloo_process_groups=True,
                 distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
             )  # fmt: skip
-            _groups_of_layout[key] = _snapshot()
+            _groups_of_layout[dims] = _snapshot()
             _restore(before)
-        return dict(_groups_of_layout[key])
+        return dict(_groups_of_layout[dims])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -202,10 +202,8 @@ class Model:
         self._fill_masters(read)
 
     @property
-    def detached_params(self) -> frozenset[int] | None:
-        """Returns the ids of this rank's parameters of detached MTP layers; None if none are detached."""
-        if not self.detaches_mtp:
-            return None
+    def mtp_params(self) -> frozenset[int]:
+        """Returns the ids of this rank's parameters of MTP layers."""
         return frozenset(id(p) for chunk in self.chunks if chunk.mtp_process for p in chunk.mtp.parameters())
 
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:

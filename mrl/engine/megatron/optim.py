@@ -176,11 +176,6 @@ def moments(part: MegatronOptimizer, main: torch.Tensor, *, make: bool = False) 
         yield name, moment
 
 
-def is_view(main: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Returns whether a master is the parameter's own memory."""
-    return main.untyped_storage()._cdata == parameter.untyped_storage()._cdata
-
-
 def _is_transformer_engines() -> bool:
     return Adam.__module__.startswith("transformer_engine")
 

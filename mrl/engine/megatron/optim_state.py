@@ -44,25 +44,16 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
             group["step"] = steps
 
 
-def boxes_to_write(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
-    """Yields the boxes of this rank's state that it writes. Moments are zero before the first step.
+def boxes(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor], *, to_read: bool) -> Iterator[Box]:
+    """Yields the boxes of this rank's state that it writes, or all of them to read into.
 
     placed: the model's parameters. Data-parallel ranks have different entries of one. Among other ranks with the same
-    entries, one writes.
+    entries, one writes. Moments are zero before the first step; those to read into are made.
     """
     of_parameter = {id(each.tensor): each for each in placed}
     for part, parameter, main, span in shards(optimizer):
         place = of_parameter[id(parameter)]
-        if any(place.replica[:-1]):
+        if any(place.replica[:-1]) and not to_read:
             continue
-        for name, values in itertools.chain([("master", main)], moments(part, main)):
-            yield from place.of_entries(span, values.detach().view(-1), f"optimizer.{name}.")
-
-
-def boxes_to_read(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor]) -> Iterator[Box]:
-    """Yields the boxes of this rank's state, to read into. Makes moments that are missing."""
-    of_parameter = {id(each.tensor): each for each in placed}
-    for part, parameter, main, span in shards(optimizer):
-        place = of_parameter[id(parameter)]
-        for name, values in itertools.chain([("master", main)], moments(part, main, make=True)):
+        for name, values in itertools.chain([("master", main)], moments(part, main, make=to_read)):
             yield from place.of_entries(span, values.detach().view(-1), f"optimizer.{name}.")

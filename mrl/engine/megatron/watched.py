@@ -29,7 +29,7 @@ def watched_parameters(model: Model) -> Iterator[guards.WatchedParameter]:
     training token is so many positions ahead, as with short answers or only rejected ones.
     """
     rules = rule_of_parameters(model.chunks, model.rules)
-    of_mtp = {id(p) for chunk in model.chunks if chunk.mtp_process for p in chunk.mtp.parameters()}
+    of_mtp = model.mtp_params
     waiting = {id(a) for chunk in model.chunks for a in lora.without_gradient(chunk)}
     for _, parameter, main, span in shards(model.optimizer):
         rule = rules[id(parameter)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engine.megatron.optim import is_view, shards
+from mrl.engine.megatron.optim import shards
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
 from mrl.weights.rules import ChunkPlan, Rule, chunk_plans
@@ -44,12 +44,11 @@ def rule_of_parameters(models: Sequence[Model], rules: Sequence[Mapping[str, Rul
 def load_masters(
     optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
 ) -> None:
-    """Sets fp32 master weights from `read`, unless they are views of the model's own."""
+    """Sets fp32 master weights from `read`. Those of fp32 parameters are the parameters themselves."""
     rule_of = rule_of_parameters(models, rules)
     for _, parameter, main, span in shards(optimizer):
-        if not is_view(main, parameter):
-            whole = rule_of[id(parameter)].load(read)
-            main.data.copy_(whole.reshape(-1)[span].view(main.shape))
+        whole = rule_of[id(parameter)].load(read)
+        main.data.copy_(whole.reshape(-1)[span].view(main.shape))
 
 
 def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, mtp: int) -> list[ChunkPlan]:
