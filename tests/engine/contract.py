@@ -66,6 +66,19 @@ def train(engine: BaseEngine, steps: int, *, first: int = 0) -> list[tuple]:
     return history
 
 
+def numbers_of_step(engine: BaseEngine, batch: Batch, ctx: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Makes an optimizer step. Returns its loss, metrics and predictions, the gradients, their norm, and the weights."""
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        predictions, loss, ctx = engine.forward_backward_step(engine.shard_data(batch), ctx)
+    gradients = {f"gradient of {name}": t.clone() for name, t in engine.hf_gradients()}
+    plain = {"loss": loss, "norm": float(engine.optimizer_step()), "rate": engine.lr_scheduler_step()}
+    plain |= {f"metric {name}": value for name, value in ctx["metrics"].items()}
+    found = {name: torch.tensor(value, dtype=torch.float64) for name, value in plain.items()} | gradients
+    found |= {f"predicted {name}": value for name, value in predictions.items()}
+    return found | {f"weight {name}": t.clone() for name, t in engine.hf_weights()}
+
+
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     errors = {name: tiny.relative_l2(actual[name], expected[name]) for name in expected}

@@ -29,7 +29,7 @@ def compare(config: RoleConfig, padding: dict[str, Any]) -> dict[str, Any]:
     tokens = [found.pop("tokens") for found in results]
     ours, theirs = results
     assert ours.keys() == theirs.keys()
-    far = {name: _far(theirs[name], ours[name]) for name in ours}
+    far = {name: tiny.relative_l2(theirs[name], ours[name]) for name in ours}
     dims, multiple, places = plain.setup.dims, padding.get("multiple", 1), padding.get("places")
     each = None if places is None else places // dims.cp // (dims.tp if dims.sp else 1)
     fits = [[count % multiple == 0 and each in (None, count) for count in counts] for counts in tokens]
@@ -54,7 +54,7 @@ def with_keys(config: RoleConfig, keys: dict[str, Any]) -> dict[str, float]:
     results = [_step(contract.make_engine(each)) for each in (config, dataclasses.replace(config, engine=engine))]
     ours, theirs = results
     assert ours.pop("tokens") == theirs.pop("tokens") and ours.keys() == theirs.keys()
-    return {name: _far(theirs[name], ours[name]) for name in ours}
+    return {name: tiny.relative_l2(theirs[name], ours[name]) for name in ours}
 
 
 def every_field(config: RoleConfig, values: dict[str, Any]) -> dict[str, str]:
@@ -74,21 +74,13 @@ def every_field(config: RoleConfig, values: dict[str, Any]) -> dict[str, str]:
 
 def _step(engine: BaseEngine) -> dict[str, Any]:
     batch = tiny.uneven_batch()
-    share = engine.shard_data(batch)
     ctx = PLAIN_CTX | {"entropy": "detached"}
     with _tokens() as tokens:
         with engine.eval_mode():
-            evaluated, of_eval = engine.forward_backward_step(share, ctx, forward_only=True)
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            predictions, loss, of_step = engine.forward_backward_step(share, ctx)
-    gradients = {f"gradient of {name}": t.clone() for name, t in engine.hf_gradients()}
-    norm = float(engine.optimizer_step())
-    found = {"loss": loss, "norm": norm, "eval loss": of_eval["loss"], "tokens": tokens} | gradients
-    found |= {f"metric {name}": value for name, value in of_step["metrics"].items()}
-    found |= {f"predicted {name}": t for name, t in predictions.items()}
+            evaluated, of_eval = engine.forward_backward_step(engine.shard_data(batch), ctx, forward_only=True)
+        found = contract.numbers_of_step(engine, batch, ctx)
     found |= {f"evaluated {name}": t for name, t in evaluated.items()}
-    return found | {f"weight {name}": t.clone() for name, t in engine.hf_weights()}
+    return found | {"eval loss": torch.tensor(of_eval["loss"]), "tokens": tokens}
 
 
 @contextlib.contextmanager
@@ -105,9 +97,3 @@ def _tokens() -> Iterator[list[int]]:
         yield seen
     finally:
         handle.remove()
-
-
-def _far(value: Any, expected: Any) -> float:
-    if isinstance(expected, torch.Tensor):
-        return tiny.relative_l2(value.float(), expected.float())
-    return abs(value - expected) / max(abs(expected), 1e-12)

@@ -17,7 +17,7 @@ from mrl.mcore_models.build import transformer_config
 from mrl.parallel import ParallelDims
 from mrl.weights.hf_config import read_hf_config
 from tests.engine import mtp, tiny
-from tests.engine.contract import everyone, gradients, make_engine
+from tests.engine.contract import everyone, make_engine, numbers_of_step
 from tests.engine.harness import run_case
 from tests.tiers import nightly_but
 
@@ -35,15 +35,10 @@ def _compare(config: RoleConfig, recompute: str) -> dict[str, Any]:
         engine = make_engine(change(config, engine=change(config.engine, offload=offload, recompute=recompute)))
         watched = engine.model.activations
         alive = [] if watched is None else _alive(engine, watched)
-        ((_, loss, ctx),), grads = gradients(engine, engine.shard_data(batch))
-        norm = engine.optimizer_step()
-        weights = {name: value.clone() for name, value in engine.hf_weights()}
-        found.append((loss, ctx["metrics"], float(norm), grads, weights))
+        found.append(numbers_of_step(engine, batch))
     assert watched is not None
-    (*plain, of_plain, before), (*numbers, of_offload, after) = found
-    pairs = (of_plain, of_offload), (before, after)
-    names = [name for a, b in pairs for name in a if not torch.equal(a[name], b[name])]
-    differ = everyone(names + [f"{plain} {numbers}"] * (plain != numbers))
+    kept, offloaded = found
+    differ = everyone([name for name in kept if not torch.equal(kept[name], offloaded[name])])
     return {"differ": differ, "left": watched.on_host, "most": watched.most, "alive": alive}
 
 

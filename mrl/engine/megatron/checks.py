@@ -43,8 +43,6 @@ class MegatronChecks(EngineChecks):
         check_counts(engine, dims, normalized)
         check_layout(fields, dims)
         megatron_needs.check(engine.megatron, fields, dims)
-        if engine.moe.grouped_mm is True:
-            check_grouped(engine, fields)
         for check in (userbuffers.check_model, graph_limits.check_model):
             check(engine, fields, dims, longest=sequences.longest, key=sequences.key, packed=sequences.packed)
         if engine.batch_invariant and fields.get("num_moe_experts") and dims.experts_span_replicas:
@@ -119,12 +117,12 @@ def check_batch_invariant(engine: EngineConfig) -> None:
 def _check_trained(
     model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], torch.dtype]:
-    """Checks MTP layers and the sizes of experts. Returns the model's fields and dtype."""
+    """Checks MTP layers and grouped experts. Returns the model's fields and dtype."""
     normalized = normalize(dict(hf_config))
     if isinstance(model, TrainedModelConfig) and model.mtp is not None:
         mtp_layers(normalized, dims, lora=model.lora is not None)
     fields, dtype = fields_of(normalized), DTYPES[model.dtype]
-    check_sizes(engine, fields, dims, dtype)
+    check_grouped(engine, fields, dims, dtype)
     return fields, dtype
 
 
@@ -149,25 +147,20 @@ def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, A
         _check_dense(engine, dims, model)
 
 
-def check_grouped(engine: EngineConfig, fields: Mapping[str, Any]) -> None:
-    """Refuses `engine.moe.grouped_mm: true` with biases of experts and with FP8. fields: as of `fields_of`."""
-    key = "engine.moe.grouped_mm"
+def check_grouped(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> None:
+    """Refuses `engine.moe.grouped_mm: true` for experts that it would not multiply. fields: as of `fields_of`."""
+    if engine.moe.grouped_mm is not True or not fields.get("num_moe_experts"):
+        return
+    why = None
     if fields.get("add_bias_linear"):
-        raise ConfigError(key, True, "multiplies experts without biases, and the model's have some", "leave it out")
-    if engine.megatron.get("fp8"):
-        raise ConfigError(
-            key, True, "multiplies experts in 16 bits, and engine.megatron.fp8 in 8", "leave one of both out"
-        )
-
-
-def check_sizes(engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> None:
-    """Refuses `engine.moe.grouped_mm: true` for experts of other sizes than it multiplies. fields: as of
-    `fields_of`."""
-    wanted = engine.moe.grouped_mm is True and fields.get("num_moe_experts")
-    if wanted and not experts_fit(fields, dims, dtype.itemsize):
+        why = "multiplies experts without biases, and the model's have some"
+    elif engine.megatron.get("fp8"):
+        why = "multiplies experts in 16 bits, and engine.megatron.fp8 in 8"
+    elif not experts_fit(fields, dims, dtype.itemsize):
         theirs = " x ".join(map(str, expert_sizes(fields, dims)))
         multiple = f"{ALIGNMENT // dtype.itemsize} ({ALIGNMENT} bytes in {str(dtype).removeprefix('torch.')})"
         why = f"takes experts whose sizes are multiples of {multiple}, and theirs are {theirs} on a rank"
+    if why is not None:
         raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
 
 

@@ -249,7 +249,7 @@ def agreed_spec(
     spec = collective.call_on_every_rank(
         lambda: layer_spec.choose(config.engine, fields, dims, dtype=dtype, lora=lora, kept=kept)
     )
-    name = spec.name
+    name: str = spec.name
     if name == "te" and dims.cp > 1:
         name += f" with cp_comm_type {cp_comm_type(fields, dims)}"
     everyone = collective.all_ranks().gather((name, f"{name} on host {socket.gethostname()} ({spec.why})"))
