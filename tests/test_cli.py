@@ -418,7 +418,7 @@ ENDINGS = {
     ("joined", "name"),
     in_tiers(
         [],
-        [(True, "fault"), (False, "fault")],
+        [(True, "fault")],
         [*((True, name) for name in ENDINGS), (False, "fault"), (False, "interrupted")],
     ),
 )

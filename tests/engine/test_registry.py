@@ -61,14 +61,6 @@ def site(tmp_path, monkeypatch) -> pathlib.Path:
     return tmp_path
 
 
-def refusal(name: str) -> str:
-    """What is said of the backend `name`, on one line."""
-    with pytest.raises(ConfigError) as error:
-        engine_class(name)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_the_engine_of_a_package_is_found():
     found = engine_class("plain")
     assert (found.__module__, found.__name__, found.backend) == ("mrl_plain.engine", "PlainEngine", "plain")
@@ -86,31 +78,12 @@ def test_a_name_that_nobody_registers(written):
     )
 
 
-def test_what_cannot_be_imported_or_is_no_engine_names_its_package(site):
-    package(site, "gone", "gone = gone_away:Engine")
-    package(site, "broken", "broken = broken:Engine", "import json\n1 / 0\n")
-    package(site, "nothing", "nothing = nothing:Engine")
-    package(site, "function", "function = function:Engine", "def Engine(config): ...\n")
-    package(site, "half", "half = half:Engine", "from mrl.engine.base import BaseEngine\nclass Engine(BaseEngine): backend = 'half'\n")  # fmt: skip
-    package(site, "other", "other = other:Engine", "from mrl_plain.engine import PlainEngine\nclass Engine(PlainEngine): ...\n")  # fmt: skip
-    where = 'engine.backend: value "{0}" is {0}:Engine of the package {0} 1.0, '.format
-    assert refusal("gone").startswith('engine.backend: value "gone" is gone_away:Engine of the package gone 1.0, ')
-    assert "(ModuleNotFoundError: No module named 'gone_away'); mend or reinstall it" in refusal("gone")
-    assert refusal("broken").startswith(where("broken") + "which cannot be imported (ZeroDivisionError")
-    assert refusal("nothing").startswith(where("nothing") + "which cannot be imported (AttributeError")
-    assert refusal("function").startswith(where("function") + "which is no subclass of mrl.engine.base.BaseEngine")
-    assert refusal("half").startswith(where("half") + "which lacks the methods device, dp_rank, ")
-    assert refusal("other") == where("other") + "whose `backend` is 'plain'; give both the same name"
-
-
 def test_two_packages_with_one_name(site):
     package(site, "second", "plain = second:Engine")
-    package(site, "mine", "fsdp = mine:Engine")
-    assert refusal("plain") == (
+    with pytest.raises(ConfigError) as error:
+        engine_class("plain")
+    assert str(error.value) == (
         'engine.backend: value "plain" is registered by 2 packages, mrl-plain 0.1 and second 1.0; uninstall all but one'
-    )
-    assert refusal("fsdp") == (
-        'engine.backend: value "fsdp" is an engine of mrl, and mine 1.0 registers it, too; uninstall that package'
     )
 
 
