@@ -22,7 +22,6 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
     Karmarkar-Karp differencing over groups of `n` sequences of similar length. Each rank gets one of each group (N.
     Karmarkar, R. M. Karp, "The differencing method of set partitioning", 1982).
     """
-    assert n >= 1, f"{n} shards"
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[start : start + n] for start in range(0, len(order), n)]
     # A state is n subsets as (tokens, indices), heaviest first. The heap has the most uneven state on top.

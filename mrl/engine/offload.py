@@ -43,7 +43,6 @@ class Offload:
         spent: Sequence[str] = (),
         drop_copies: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
-        assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds) & frozenset(KINDS)
         self._tensors = dict(tensors)
         self._parked: dict[str, _HostStorages] = {}
