@@ -14,9 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from click.testing import CliRunner
 
-from mrl import cli
 from mrl.config.checks import check_backend
 from mrl.config.schema import EngineConfig, FSDPConfig, ModelConfig, ParallelConfig, RoleConfig
 from mrl.config.supported import check_supported
@@ -261,8 +259,3 @@ def test_what_engines_of_mrl_take_is_known_without_what_runs_them(installed):
         "print([name for name in ('megatron', 'mrl.engine.megatron.engine', 'mrl.engine.fsdp.engine') if name in sys.modules])"
     )
     assert command(installed, "-c", code).stdout == "megatron fsdp plain\n[]\n"
-
-
-def test_mrl_config_shows_the_keys():
-    text = CliRunner().invoke(cli.main, ["config"]).stdout
-    assert "engine.options  (default {}; a mapping)" in text and "one that an installed package registers" in text

@@ -49,12 +49,3 @@ def test_a_run_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
 def test_a_killed_run_of_adapters(inputs, unharmed, tmp_path, name):
     """The checkpoint holds the adapters and their optimizer alone; the base is read again."""
     kill_and_compare(tmp_path, inputs, unharmed, name, moments(f"kill {name}", 2))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["tp2", "fsdp dp2"])
-def test_a_run_that_saves_in_the_background_is_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
-    """At chosen points of the thread: test_background_kills.py. None in the export, which is over before a kill comes."""
-    drawn = moments(f"kill in the background {name}", SEEDED[name])
-    chosen = [moment for moment in drawn if moment.place != "export"]
-    kill_and_compare(tmp_path, inputs, unharmed, name, chosen, checkpoint={"background": True})
