@@ -100,12 +100,8 @@ class Offload:
             self._parked[kind] = _HostStorages([], [], blocks=[])
             return
         blocks = self._host.take(sum(map(_aligned, sizes)), pinned=storages[0].device.type == "cuda")
-        try:
-            for host, device in _pairs(storages, sizes, blocks):
-                host.copy_(device)
-        except BaseException:
-            self._host.give_back(blocks)
-            raise
+        for host, device in _pairs(storages, sizes, blocks):
+            host.copy_(device)
         self._parked[kind] = _HostStorages(storages, sizes, blocks)
         _shrink(storages)
 

@@ -230,15 +230,6 @@ def test_a_finished_sequence_makes_room_at_once():
     assert max(len(step.new) for step in steps) == 4
 
 
-def test_samples_of_a_prompt_share_its_prefill():
-    prompt = list(range(30))
-    _, steps = complete([GenerateRequest(prompt, 4)] * 8, cache_tokens=8 * 34, prefill_tokens=100)
-    assert (
-        sum(len(new) for step in steps for new in step.new) == 30 + 7 + 8 * 3
-    )  # prefill, last token of the others, decode
-    assert [len(step.new) for step in steps] == [1, 8, 8, 8, 7]
-
-
 def test_rows_grow_and_the_shortest_wait(monkeypatch):
     """Room for four short rows, then for two, then for one. Three of the prompts end early, the others go to their limit."""
     monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", 4)

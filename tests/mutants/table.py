@@ -150,9 +150,9 @@ BATCHES = (
         ("zip(left, reversed(right), strict=True)", "zip(left, right, strict=True)"),
     ),
     *_of(
-        "engine/packing.py",
+        "engine/microbatch.py",
         "engine/test_packing.py",
-        ("stacks.setdefault(free - length, [])", "stacks.setdefault(free, [])"),
+        ("(free - lengths[i], -time, index)", "(free, -time, index)"),
         ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
     ),
     *_of(

@@ -28,7 +28,7 @@ from torch import Tensor
 from mrl.engine.torch_dist.data_files import STORAGES
 from mrl.errors import CheckpointError
 from mrl.weights.algebra import Shape
-from mrl.weights.pread import TruncatedFile, read_region
+from mrl.weights.pread import read_region
 
 METADATA = ".metadata"
 _FORMAT = "torch.distributed.checkpoint."
@@ -161,7 +161,6 @@ class TorchDistReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._data_at: dict[tuple[str, int], int] = {}
         self.tensors: Mapping[str, StoredTensor] = {}
         self.objects: list[str] = []
         file = self.path / METADATA
@@ -217,45 +216,38 @@ class TorchDistReader:
 
     def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, part: Sequence[tuple[int, int]]) -> Tensor:
         """Reads entries `first` to `first + n` in each dimension of one chunk."""
-        at = self._place(key, dtype, chunk)
         region = [(first, first + n) for first, n in part]
+        path = self.path / chunk.file
         try:
-            with (self.path / chunk.file).open("rb") as file:
+            with path.open("rb") as file:
+                at = _place(file.fileno(), dtype, chunk)
                 return read_region(file.fileno(), at, dtype=dtype, shape=chunk.sizes, region=region)
-        except (TruncatedFile, OSError) as error:
-            raise CheckpointError(self.path / chunk.file, why=str(error), fix="get the checkpoint again") from error
-
-    def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Returns the place of a chunk's first byte in its file, found in the archive once."""
-        known = self._data_at.get((chunk.file, chunk.start))
-        if known is not None:
-            return known
-        try:
-            with (
-                (self.path / chunk.file).open("rb") as file,
-                io.BufferedReader(_Span(file.fileno(), chunk.start, chunk.length)) as span,
-                zipfile.ZipFile(span) as archive,
-            ):
-                root = archive.namelist()[0].split("/")[0]
-                place = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-                shape, strides, offset, (stored, storage) = place
-                info = archive.getinfo(f"{root}/data/{storage}")
-                span.seek(info.header_offset + 26)
-                lengths = span.read(4)
-            if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
-            if stored != dtype:
-                raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
-            at = info.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-            at += offset * dtype.itemsize
-            if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
-                raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
         except Exception as error:  # a damaged archive raises anything
             raise CheckpointError(
-                self.path / chunk.file, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
+                path, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
             ) from error
-        self._data_at[chunk.file, chunk.start] = chunk.start + at
-        return chunk.start + at
+
+
+def _place(file: int, dtype: torch.dtype, chunk: Chunk) -> int:
+    """Returns the place of a chunk's first byte in its open file. Raises ValueError for another tensor's archive."""
+    with (
+        io.BufferedReader(_Span(file, chunk.start, chunk.length)) as span,
+        zipfile.ZipFile(span) as archive,
+    ):
+        root = archive.namelist()[0].split("/")[0]
+        saved = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
+        shape, strides, offset, (stored, storage) = saved
+        info = archive.getinfo(f"{root}/data/{storage}")
+        span.seek(info.header_offset + 26)
+        lengths = span.read(4)
+    if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
+    if stored != dtype:
+        raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
+    if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
+        raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
+    header = 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+    return chunk.start + info.header_offset + header + offset * dtype.itemsize
 
 
 def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]] | None:
