@@ -60,7 +60,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     length distributions it packs above 99 % full.
     """
     bins: list[list[int]] = []
-    spaces: list[tuple[int, int, int]] = []  # (free space, minus the time it was filled, bin), ascending
+    spaces: list[tuple[int, ...]] = []  # (free space, minus the time it was filled, bin), ascending
     for time, i in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         at = bisect.bisect_left(spaces, (lengths[i],))
         if at < len(spaces):
