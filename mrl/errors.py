@@ -14,7 +14,6 @@ import dataclasses
 import enum
 import errno
 import json
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -44,16 +43,14 @@ def why_no_file(path: str | os.PathLike[str]) -> str | None:
 def one_line(text: object, longest: int | None = None) -> str:
     """Returns `text` on one line, with unprintable characters escaped.
 
-    A line of more than `longest` characters is shortened: long words (values, then paths) lose their middle, then the
-    line does. A path at its beginning counts as 60 at most.
+    Of a line that is long its long words (values, paths) lose their middle. If it is longer than `longest` still, so
+    does the line.
     """
     line = printable(" ".join(str(text).split()))
     if longest is None:
         return line
-    longest += max(0, min(len(line.partition(" ")[0]), 160) - 60)
-    for most in (160, 100, 60, 40):
-        if len(line) > min(longest, MAX_LINE):
-            line = " ".join(w if "/" in w and most < 100 else shortened(w, most) for w in line.split(" "))
+    if len(line) > min(longest, MAX_LINE):
+        line = " ".join(shortened(word, 160 if "/" in word else 60) for word in line.split(" "))
     if len(line) <= longest:
         return line
     tail = longest * 2 // 5  # what would work stands at the end
@@ -89,43 +86,18 @@ def quoted(text: str) -> Shown:
 
 
 def show(value: Any) -> str:
-    """Returns a value as the user may have written it, on one line and not too long, however large or deep it is."""
+    """Returns a value as the user may have written it, on one line and not too long."""
     if isinstance(value, Shown):
         return value
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > MAX_SHOWN:  # nor is more of it looked at
-            return text[: MAX_SHOWN - 3] + "..."
-    return text
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    """Yields the JSON of a value, piece by piece."""
+def _plain(value: Any) -> Any:
+    """Returns what JSON can have in place of a section of a config, or of something else."""
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        yield "{"
-        for i, (name, inner) in enumerate(value.items()):
-            yield ", " if i else ""
-            yield from _pieces(name if isinstance(name, str) else show(name))
-            yield ": "
-            yield from _pieces(inner)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "["
-        for i, inner in enumerate(value):
-            yield ", " if i else ""
-            yield from _pieces(inner)
-        yield "]"
-    elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
-        yield f"(a number of {int(value.bit_length() * math.log10(2)) + 1} digits)"
-    elif isinstance(value, str):
-        yield json.dumps(value[: MAX_SHOWN + 1], ensure_ascii=False)
-    elif value is None or isinstance(value, int | float):
-        yield json.dumps(value)
-    else:
-        yield json.dumps(str(value), ensure_ascii=False)
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 class _Absent(enum.Enum):

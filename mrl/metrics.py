@@ -124,17 +124,12 @@ def _row(line: str) -> dict[str, float] | None:
 
 def check_packages(log: LogConfig) -> None:
     """Raises ConfigError if a key of `log` needs a missing package."""
-    if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "log.tensorboard",
-            True,
-            "needs the package tensorboard",
-            "pip install tensorboard, or set it to false",
-        )
-    if log.wandb.project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            "log.wandb.project", log.wandb.project, "needs the package wandb", "pip install wandb, or set it to null"
-        )
+    for key, value, package in (
+        ("log.tensorboard", log.tensorboard, "tensorboard"),
+        ("log.wandb.project", log.wandb.project, "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            raise ConfigError(key, value, f"needs the package {package}", f"pip install {package}, or leave it out")
 
 
 def check_login(log: LogConfig) -> None:

@@ -38,15 +38,13 @@ class ParallelDims:
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.parallel.{name}", getattr(self, name), "is too few", "give at least 1")
         if self.world_size % self.model_size:
-            below = self.world_size // self.model_size * self.model_size
-            near = [str(n) for n in (below, below + self.model_size) if n]
             raise ConfigError(
                 "engine.parallel",
                 why=(
                     f"tp*pp*cp ({self.tp}*{self.pp}*{self.cp} = {self.model_size}) does not divide the "
                     f"{self.world_size} processes"
                 ),
-                fix=f"use {' or '.join(near)} processes, or smaller degrees",
+                fix=f"use a multiple of {self.model_size} processes, or smaller degrees",
             )
         per_stage = self.world_size // self.pp
         if per_stage % (self.ep * self.etp):

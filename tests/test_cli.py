@@ -64,24 +64,6 @@ def test_help_imports_nothing_heavy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("loaded", "ends"), [(False, "the interpreter's way\n"), (True, "")])
-def test_what_has_loaded_torch_does_not_end_the_interpreters_way(loaded, ends):
-    """Which takes C++ libraries down while their threads run. What was to be done at the exit is done all the same."""
-    code = (
-        "import atexit, os, sys\n"
-        "class Last:\n"
-        '    def __del__(self, write=os.write): write(2, b"the interpreter\'s way\\n")\n'
-        "last = Last()\n"
-        "atexit.register(lambda: print('at exit'))\n"
-        f"{'import torch' if loaded else ''}\n"
-        "from mrl.cli import command\n"
-        "sys.argv = ['mrl', '--version']\n"
-        "command()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"mrl, version {__version__}\nat exit\n", ends)
-
-
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert importlib.metadata.version("mrl") == __version__
@@ -418,7 +400,7 @@ ENDINGS = {
     ("joined", "name"),
     in_tiers(
         [],
-        [(True, "fault"), (False, "fault")],
+        [(True, "fault")],
         [*((True, name) for name in ENDINGS), (False, "fault"), (False, "interrupted")],
     ),
 )

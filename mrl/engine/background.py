@@ -9,7 +9,6 @@ kill leaves the previous checkpoint.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +22,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.collective import TIMEOUT, max_over_ranks
 from mrl.errors import CheckpointError, UserError, first_line
-
-
-@dataclasses.dataclass(frozen=True)
-class _ThreadFailure:
-    """Marks a rank whose thread has failed, in the gathered values."""
-
-    error: UserError
 
 
 class _OtherRankFailed(Exception):
@@ -102,7 +94,7 @@ class BackgroundSaver:
                 self._error = error_line(error, ranks.rank)
                 # The other threads learn of it in their next wait. If one is gone, gloo raises RuntimeError.
                 with contextlib.suppress(_OtherRankFailed, RuntimeError):
-                    self._gather(_ThreadFailure(self._error))
+                    self._gather(self._error)
             self._write_s = time.perf_counter() - began_s
 
         self._thread = threading.Thread(target=run, name="mrl-checkpoint", daemon=True)
@@ -115,8 +107,8 @@ class BackgroundSaver:
         """
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
-        if failed := [one for one in everyone if isinstance(one, _ThreadFailure)]:
-            self._error = failed[0].error
+        if failed := [one for one in everyone if isinstance(one, UserError)]:
+            self._error = failed[0]
             raise _OtherRankFailed
         return everyone
 

@@ -280,7 +280,6 @@ class BaseEngine(EngineChecks, abc.ABC):
         for kind, wanted in zip(KINDS, (model, model if gradients is None else gradients, optimizer), strict=True):
             if wanted:
                 move(kind)
-        self.offload.wait()  # the caller may build or restore something next, and needs the memory
 
     @abc.abstractmethod
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:

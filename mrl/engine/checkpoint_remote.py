@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import TypeVar
 
 import fsspec
 import fsspec.exceptions
@@ -22,8 +21,6 @@ from mrl.engine.atomic_checkpoint import BEST, LATEST, MARKER, PREFIX, Marker
 from mrl.errors import CheckpointError, ConfigError, quoted
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 FILE_SYSTEM_ERRORS = (OSError, fsspec.exceptions.FSTimeoutError)
 PAUSES_S = (1.0, 10.0, 30.0)
@@ -47,14 +44,14 @@ def probe(url: str) -> None:
         raise ConfigError("checkpoint.remote", quoted(url), why, fix) from error
 
 
-def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
-    """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
+def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
+    """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last.
 
     keep: how many of the newest whole checkpoints stay at the URL, None for all. Half copies of killed runs are
     deleted. protect: names of folders that stay as well. After an error of the file system it waits for each of
     PAUSES_S in turn and starts the copy again. Then it raises CheckpointError.
     """
-    return _persist(
+    _persist(
         lambda: _upload(path, url, keep, protect),
         f"{path} cannot be copied to {url}",
         f"the checkpoint in {path} is whole: when {url} can be written again, the same command copies it and goes on",
@@ -72,25 +69,25 @@ def name_best(url: str, name: str) -> None:
     _persist(write, f"the name of the best checkpoint, {name}, cannot be written at {url}", "the same command goes on")
 
 
-def _persist(write: Callable[[], T], failure: str, advice: str) -> T:
+def _persist(write: Callable[[], None], failure: str, advice: str) -> None:
     """Calls `write` until the file system does not refuse, at most len(PAUSES_S) + 1 times; then CheckpointError."""
     for pause_s in (*PAUSES_S, None):
         try:
-            return write()
+            write()
+            return
         except FILE_SYSTEM_ERRORS as error:
             if pause_s is None:
                 why = f"{failure} ({_reason(error)}; tried {len(PAUSES_S) + 1} times)"
                 raise CheckpointError("checkpoint.remote", why=why, fix=advice) from error
             logger.warning("%s (%s); again in %g s", failure, _reason(error), pause_s)
             time.sleep(pause_s)
-    raise AssertionError("unreachable")
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> str:
+def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> None:
     marker = atomic_checkpoint.verify(path)  # a damaged one must not push whole ones out
     files, base = _open(url)
     name = atomic_checkpoint.step_name(marker.step)
@@ -107,7 +104,6 @@ def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> 
         outdated = [path for path, _ in _whole(files, base)[:-keep] if os.path.basename(path) not in protect]
         for old in outdated + _unmarked(files, base):
             _delete(files, old)
-    return f"{url.rstrip('/')}/{name}"
 
 
 def ensure(path: str, url: str, *, keep: int | None, protect: Collection[str]) -> None:

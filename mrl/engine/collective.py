@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -89,10 +89,8 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
-class OnMain(Protocol):
-    """Calls a function as `on_main` does; an engine and a group of roles have one too."""
-
-    def __call__(self, fn: Callable[[], T]) -> T: ...
+OnMain = Callable[[Callable[[], Any]], Any]
+"""Calls a function as `on_main` does; an engine and a group of roles have one too."""
 
 
 def on_main(fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

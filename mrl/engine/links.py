@@ -248,7 +248,6 @@ class BroadcastLink(Link):
         return [bucket.layout] * len(self._workers)
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        assert self._group, "connect comes first"
         until_s = time.monotonic() + self._timeout_s
         work = self._in_thread(lambda: self._broadcast(bucket.data), given_up)
         if work is None:
@@ -387,7 +386,6 @@ class _BroadcastReceiver(LinkReceiver):
         Raises RuntimeError, also if the trainer leaves or is killed during it, which not every transport of NCCL
         reports.
         """
-        assert self._group, "it has left the group"
         data = torch.empty(size_of(update), dtype=torch.uint8, device=device)
         work = self._group[0].broadcast([data], from_rank_0(self._timeout_s))
         asked_s = time.monotonic()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -158,16 +158,18 @@ def _largest(z_CV: Tensor, top: int, shard: VocabShard) -> Tensor:
     lacking = (0, top - values.shape[1])
     values, ids = F.pad(values, lacking, value=-torch.inf), F.pad(ids + shard.start, lacking, value=-1)
     if shard.group is not None:
-        values, ids = (_gathered(t, shard.group) for t in (values, ids))
+        values, ids = (gathered(t, shard.group).permute(1, 0, 2).flatten(1) for t in (values, ids))
         ids = ids.gather(1, values.topk(top, dim=1).indices)
     return ids
 
 
-def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns [T, ranks * top] from each rank's [T, top], in the order of ranks."""
-    everyone = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(everyone, values.contiguous(), group=group)
-    return torch.cat(everyone, dim=1)
+def gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns [ranks, ...] of the group, in rank order."""
+    if group is None or dist.get_world_size(group) == 1:
+        return tensor[None]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)
 
 
 _KEEP_LOGITS_ELEMENTS = 2**24
@@ -190,9 +192,6 @@ class _Spec:
     entropy: EntropyMode
     chunk: int
     rule: LogitRule
-
-    def __post_init__(self) -> None:
-        assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
         """Returns the real columns as they are for the kernels, which scale them. Otherwise by the rule, divided by the

@@ -7,11 +7,11 @@ sequences. A rank runs it on a dummy token with loss mask 0, to keep step with t
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Sequence
 
 from mrl.config.checks import DEFAULT_TOKENS
-from mrl.engine.packing import best_fit_decreasing
 from mrl.errors import ConfigError
 
 
@@ -22,7 +22,6 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
     Karmarkar-Karp differencing over groups of `n` sequences of similar length. Each rank gets one of each group (N.
     Karmarkar, R. M. Karp, "The differencing method of set partitioning", 1982).
     """
-    assert n >= 1, f"{n} shards"
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[start : start + n] for start in range(0, len(order), n)]
     # A state is n subsets as (tokens, indices), heaviest first. The heap has the most uneven state on top.
@@ -50,6 +49,28 @@ def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
     if tokens is None:
         return max(DEFAULT_TOKENS, longest)
     return tokens if trains else max(tokens, longest)
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns the indices of `lengths` grouped into bins with lengths that sum to at most `capacity`.
+
+    It takes the longest sequence first (of equal ones the first), and puts each into the fullest bin that still has
+    room for it, of equally full bins the one filled last. It needs at most 11/9 of the optimal number of bins plus one
+    (Johnson et al., 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms"). On real
+    length distributions it packs above 99 % full.
+    """
+    bins: list[list[int]] = []
+    spaces: list[tuple[int, ...]] = []  # (free space, minus the time it was filled, bin), ascending
+    for time, i in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        at = bisect.bisect_left(spaces, (lengths[i],))
+        if at < len(spaces):
+            free, _, index = spaces.pop(at)
+        else:
+            free, index = capacity, len(bins)
+            bins.append([])
+        bins[index].append(i)
+        bisect.insort(spaces, (free - lengths[i], -time, index))
+    return bins
 
 
 def split_micro_batches(
@@ -173,20 +194,13 @@ def _halve_to_count(
         sizes = [lengths[i] for i in indices]
         return sum(sizes) if packed else len(sizes) * max(sizes)
 
-    # Only micro-batches of two or more can be halved; those of one are set aside.
-    heap = [(-cost(indices), indices) for indices in micro_batches if len(indices) > 1]
-    single = [indices for indices in micro_batches if len(indices) == 1]
-    heapq.heapify(heap)
-    while len(heap) + len(single) < count:
-        _, indices = heapq.heappop(heap)
+    parts = list(micro_batches)
+    while len(parts) < count:
+        largest = min((part for part in parts if len(part) > 1), key=lambda part: (-cost(part), part))
+        parts.remove(largest)
         if packed:
-            parts = balanced_shards([lengths[i] for i in indices], 2)
-            halves = [[indices[j] for j in part] for part in parts]
+            shards = balanced_shards([lengths[i] for i in largest], 2)
+            parts += [[largest[j] for j in shard] for shard in shards]
         else:
-            halves = _even_runs(indices, 2)
-        for half in halves:
-            if len(half) > 1:
-                heapq.heappush(heap, (-cost(half), half))
-            else:
-                single.append(half)
-    return sorted([indices for _, indices in heap] + single)
+            parts += _even_runs(largest, 2)
+    return sorted(parts)

@@ -4,11 +4,7 @@ Many objects hold views of the same memory: megatron lays parameters and gradien
 its shards in several places. So no tensor is replaced. A storage is copied to host memory and resized to nothing, and
 later resized and filled again. Every view stays valid.
 
-On a GPU, copies to the host run on a stream of their own, behind all work of the current stream. A storage keeps its
-memory on the device until its copy has ended. `wait` ends the copies and frees that memory. So does everything here
-that takes memory on the device, and the next use of the parameters, such as a forward pass. A kind that is used again
-before then stays on the device. Copies to the device run in the current stream, so all later work there finds them
-done.
+Copies run in the current stream, behind all of its work, and the host waits for them.
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ class Offload:
         spent: Sequence[str] = (),
         drop_copies: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
-        assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds) & frozenset(KINDS)
         self._tensors = dict(tensors)
         self._parked: dict[str, _HostStorages] = {}
@@ -55,15 +50,9 @@ class Offload:
         self._spent = set(spent)
         self._drop_copies = dict(drop_copies)
         self._host = HostMemory()
-        self._copies: dict[torch.device, Copies] = {}
         for kind in KINDS:
             if kind in self.kinds:
                 self.park(kind)
-        self.wait()
-
-    def tensors(self, kind: str) -> Iterable[Tensor]:
-        """Returns the tensors of `kind`, on the device or not."""
-        return self._tensors[kind]()
 
     @contextlib.contextmanager
     def used(self, *kinds: str) -> Iterator[None]:
@@ -72,10 +61,6 @@ class Offload:
         If there is no memory for one of them, those before it go back and the error is raised.
         """
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
-        for kind in kinds:
-            self._recall(kind)
-        if "parameters" in kinds:  # a pass through the model needs the memory of pending copies
-            self.wait()
         taken: list[str] = []
         try:
             for kind in kinds:
@@ -99,14 +84,8 @@ class Offload:
         """
         self._spent.add(kind)
 
-    def on_host(self, kind: str) -> int:
-        """Returns how many bytes of `kind` wait on the host, or are on their way there."""
-        parked = self._parked.get(kind)
-        return 0 if parked is None or parked.blocks is None else sum(parked.sizes)
-
     def park(self, kind: str) -> None:
-        """Moves `kind` to the host. It does nothing if the kind is there. On a GPU `wait` says when its memory is
-        free."""
+        """Moves `kind` to the host. It does nothing if the kind is there."""
         if kind in self._parked:
             return
         if kind in self._drop_copies:
@@ -120,16 +99,11 @@ class Offload:
         if not storages:
             self._parked[kind] = _HostStorages([], [], blocks=[])
             return
-        device = storages[0].device
-        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=is_asynchronous(device))
-        try:
-            copied = self._copies_of(device).to_host(_pairs(storages, sizes, blocks))
-        except BaseException:
-            self._host.give_back(blocks)
-            raise
-        self._parked[kind] = parked = _HostStorages(storages, sizes, blocks, copied)
-        if copied is None:
-            _shrink(parked.storages)
+        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=storages[0].device.type == "cuda")
+        for host, device in _pairs(storages, sizes, blocks):
+            host.copy_(device)
+        self._parked[kind] = _HostStorages(storages, sizes, blocks)
+        _shrink(storages)
 
     def restore(self, kind: str) -> None:
         """Moves `kind` to the device.
@@ -137,82 +111,51 @@ class Offload:
         It does nothing if the kind is on the device. If there is no memory for it, it stays on the host and the error
         is raised.
         """
-        self._recall(kind)
         parked = self._parked.get(kind)
         if parked is None:
             return
-        self.wait()
         try:
             for storage, size in zip(parked.storages, parked.sizes, strict=True):
                 storage.resize_(size)
             if parked.blocks is None:
                 for storage in parked.storages:
                     _bytes(storage).zero_()
-            elif parked.storages:
-                pairs = _pairs(parked.storages, parked.sizes, parked.blocks)
-                self._copies_of(parked.storages[0].device).to_device(pairs)
+            else:
+                for host, device in _pairs(parked.storages, parked.sizes, parked.blocks):
+                    device.copy_(host)
         except BaseException:
             _shrink(parked.storages)
             raise
         del self._parked[kind]
         self._host.give_back(parked.blocks or [])
 
-    def wait(self) -> None:
-        """Returns when all that is parked has left the device."""
-        for parked in self._parked.values():
-            if parked.copied is not None:
-                parked.copied.synchronize()
-                parked.copied = None
-                _shrink(parked.storages)
-
     def forget(self, kind: str) -> None:
         """Frees the host memory of `kind`, because its owner has dropped the tensors."""
         if kind in self._parked:
-            self._recall(kind)
-            if kind in self._parked:
-                self._host.give_back(self._parked[kind].blocks or [])
+            self._host.give_back(self._parked[kind].blocks or [])
             self._parked[kind] = _HostStorages([], [], blocks=[])
-
-    def _recall(self, kind: str) -> None:
-        """Ends the parking of a kind that still has its memory on the device."""
-        parked = self._parked.get(kind)
-        if parked is None or parked.copied is None:
-            return
-        # later work of the current stream may write or free the storages, so it waits for the copies
-        torch.cuda.current_stream(parked.storages[0].device).wait_event(parked.copied)
-        del self._parked[kind]
-        self._host.give_back(parked.blocks or [])
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
         """Returns the storages of a kind that have memory on the device, each once.
 
         Optimizer state may be a view of the parameters (fp32 master weights are). Such views go with the parameters.
         """
-        others = {_identity(t) for t in self.tensors("parameters")} if kind == "optimizer" else set()
-        storages = {_identity(t): t.untyped_storage() for t in self.tensors(kind)}
+        others = {_identity(t) for t in self._tensors["parameters"]()} if kind == "optimizer" else set()
+        storages = {_identity(t): t.untyped_storage() for t in self._tensors[kind]()}
         return [storage for key, storage in storages.items() if key not in others and storage.size()]
-
-    def _copies_of(self, device: torch.device) -> Copies:
-        if device not in self._copies:
-            self._copies[device] = StreamCopies(device) if is_asynchronous(device) else Copies()
-        return self._copies[device]
 
 
 @dataclasses.dataclass
 class _HostStorages:
-    """Holds the storages of a kind that is on the host, or on its way."""
+    """Holds the storages of a kind that is on the host."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]  # bytes of each on the device
     blocks: list[Tensor] | None  # host memory with them, end to end; None if they were dropped
-    copied: torch.cuda.Event | None = None  # the end of the copies, while the storages have their memory on the device
 
 
 class HostMemory:
-    """Holds blocks of host memory for reuse, pinned for a GPU.
-
-    Blocks may be given back before copies out of them or into them end, because `StreamCopies` orders the next ones.
-    """
+    """Holds blocks of host memory for reuse, pinned for a GPU."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []  # all of them
@@ -235,49 +178,6 @@ class HostMemory:
 
 Pair = tuple[Tensor, Tensor]
 """The same number of bytes on the host and on the device, for a copy."""
-
-
-class Copies:
-    """Copies that have ended when a method returns."""
-
-    def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
-        """Copies from the device to the host. Returns an event at the end of the copies; None if they have ended."""
-        for host, device in pairs:
-            host.copy_(device)
-        return None
-
-    def to_device(self, pairs: Iterable[Pair]) -> None:
-        """Copies from the host to the device, before any later work of the current stream."""
-        for host, device in pairs:
-            device.copy_(host)
-
-
-class StreamCopies(Copies):
-    """Copies of a GPU, in the background; host memory is pinned."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self._read: torch.cuda.Event | None = None  # the last copy from the host has ended
-
-    def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        if self._read is not None:  # another stream may still read a block that is written now
-            self.stream.wait_event(self._read)
-        with torch.cuda.stream(self.stream):
-            for host, device in pairs:
-                host.copy_(device, non_blocking=True)
-        return self.stream.record_event()
-
-    def to_device(self, pairs: Iterable[Pair]) -> None:
-        for host, device in pairs:
-            device.copy_(host, non_blocking=True)
-        self._read = torch.cuda.current_stream(self.device).record_event()
-
-
-def is_asynchronous(device: torch.device) -> bool:
-    """Returns whether a device computes while the host goes on."""
-    return device.type == "cuda"
 
 
 def _pairs(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], blocks: Sequence[Tensor]) -> Iterator[Pair]:

@@ -52,9 +52,3 @@ class Generators:
         random.setstate(states["python"])
         if self.device.type == "cuda" and states["device_type"] == "cuda":
             torch.cuda.set_rng_state(states["device"], self.device)
-
-    def drawn_since(self, states: Mapping[str, Any]) -> bool:
-        """Returns whether the process's generators have moved on from there."""
-        now = self.states()
-        tensors = [name for name in now if isinstance(now[name], torch.Tensor)]
-        return now["python"] != states["python"] or any(not torch.equal(now[n], states[n]) for n in tensors)

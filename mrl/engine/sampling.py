@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engine.logprobs import VocabShard
+from mrl.engine.logprobs import VocabShard, gathered
 from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
 from mrl.kernels import draw, operators
 from mrl.ops.devices import tensor_on
@@ -212,7 +212,7 @@ def choose_among(
         part = _draw(z, rows, bound, shard.start)
     if shard.group is None or dist.get_world_size(shard.group) == 1:
         return part[1].long(), part[2] - part[3], exact
-    best, token, chosen, total = _gathered(part, shard.group).unbind(1)  # each [ranks, S]
+    best, token, chosen, total = gathered(part, shard.group).unbind(1)  # each [ranks, S]
     owner = best.argmax(dim=0, keepdim=True)  # the first of equals: the lowest id
     token, chosen = (t.gather(0, owner)[0] for t in (token, chosen))
     return token.long(), chosen - total.logsumexp(dim=0), exact
@@ -251,7 +251,7 @@ def lower_bound(
     """
     bound = None
     if rows.min_p is not None:
-        largest = _gathered(z.amax(dim=-1), group).amax(dim=0)
+        largest = gathered(z.amax(dim=-1), group).amax(dim=0)
         bound = largest + rows.min_p.log()  # log 0 = -inf bounds nothing
     if rows.top_k is None and rows.top_p is None:
         return bound, None
@@ -265,7 +265,7 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
     """Returns the bound of top_k and top_p [S], and whether it is exact [S], from the `count` largest of each rank."""
     values = z.topk(min(count, z.shape[1]), dim=-1).values
     values = torch.nn.functional.pad(values, (0, count - values.shape[1]), value=-torch.inf)
-    values = _gathered(values, group)  # [ranks, S, C]
+    values = gathered(values, group)  # [ranks, S, C]
     given = values[..., -1].amax(dim=0)  # logits that are not here are no larger
     values = values[0] if len(values) == 1 else values.permute(1, 0, 2).flatten(1).sort(descending=True).values
     bound = torch.full_like(given, -torch.inf)
@@ -276,7 +276,7 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
         return bound, torch.ones_like(bound, dtype=torch.bool)
     largest = values[:, :1]
     local = (z - largest).exp_().masked_fill_(z < bound[:, None], 0.0).sum(-1, dtype=torch.float64)
-    mass = (values - largest).exp_() / _gathered(local, group).sum(dim=0)[:, None]
+    mass = (values - largest).exp_() / gathered(local, group).sum(dim=0)[:, None]
     reached = mass.cumsum(-1)
     kept = ((reached - mass) < rows.top_p[:, None]) & (values >= bound[:, None])
     last = kept.sum(-1, keepdim=True) - 1
@@ -284,12 +284,3 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
     off = rows.top_p >= 1
     exact = off | (bound > -torch.inf) | ((at_last >= given) & (reached >= rows.top_p))
     return bound.where(off, at_last), exact
-
-
-def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns [ranks, ...] of the group, in rank order."""
-    if group is None or dist.get_world_size(group) == 1:
-        return tensor[None]
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.stack(parts)

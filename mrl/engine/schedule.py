@@ -21,7 +21,6 @@ def learning_rate(step: int, *, optimizer: OptimizerConfig, total_steps: int) ->
     - `wsd` stays at lr and falls linearly over the last `decay_steps` (a tenth of the run by default)
       (S. Hu et al., "MiniCPM", arXiv 2404.06395, section 4)
     """
-    assert step >= 0, f"step {step}"
     peak, low, warmup = optimizer.lr, optimizer.min_lr, optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mrl.engine.torch_dist.reader import TorchDistReader
-from mrl.errors import ConfigError, ModelError
+from mrl.errors import ModelError
 from mrl.weights.accounting import SCORE, check_model
 from mrl.weights.composites import CarriedReader
 from mrl.weights.fused import unstack_experts
@@ -41,9 +41,6 @@ def stored_weights(
     with contextlib.closing(open_imported(path, family, hf_config) if imported else SafetensorsReader(path)) as stored:
         reader = stored if imported else unstack_experts(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
-        if mtp and not mtp_tensors(reader.tensors, hf_config):
-            why = f"trains MTP layers, and {path} holds none, though its config.json announces {mtp}"
-            raise ConfigError("model.mtp", why=why, fix="leave it out, or give a folder that has them")
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack, carried=mtp > 0)
         lacks = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - reader.tensors.keys() - set(may_lack)
         if mtp and lacks:

@@ -151,9 +151,6 @@ class WorkerDispatch:
         assert role in self.engines, f"there is no role {role!r}; there are {', '.join(self.engines)}"
         engine = self.engines[role]
         if not self.offload_idle:
-            for other in self.engines.values():
-                if other is not engine:
-                    other.offload.wait()  # what its own config offloads may still be on its way
             return engine
         for other in self.engines.values():
             if other is not engine:
@@ -170,11 +167,9 @@ class WorkerDispatch:
 
     def offload_all(self) -> None:
         """All roles wait on the host, where idle ones do, and their memory is free for other programs on the device."""
-        for engine in self.engines.values():
-            if self.offload_idle:
+        if self.offload_idle:
+            for engine in self.engines.values():
                 engine.to("host")
-            else:
-                engine.offload.wait()  # for what its own `engine.offload` has on its way
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # where roles stay on the device too: what their last step has left
 

@@ -140,8 +140,6 @@ class StoredTensors(Protocol):
 
     def read(self, key: str, region: Region) -> Tensor: ...
 
-    def close(self) -> None: ...
-
 
 class McoreReader:
     """Reads the weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
@@ -217,7 +215,6 @@ class McoreReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=places[0].dim)
 
     def close(self) -> None:
-        self._stored.close()
         self._beside.close()
 
 

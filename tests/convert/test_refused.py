@@ -15,11 +15,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mrl import cli
-from mrl.convert.importing import import_hf
-from mrl.engine.torch_dist import reader as torch_dist_reader
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 from tests.convert import hf_folders
@@ -132,48 +129,13 @@ def test_an_import_of_somebody_elses_writes_nothing_outside(imported, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
 
 
-def lying_dtype(metadata) -> None:
-    metadata.state_dict_metadata["decoder.final_layernorm.weight"].properties.dtype = torch.int32
-
-
-def overlapping_parts(metadata) -> None:
-    """Two halves of a tensor, of which the second is said to begin where the first does."""
-    key = "decoder.final_layernorm.weight"
-    stored = metadata.state_dict_metadata[key]
-    index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == key)
-    stored.chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([16]))] * 2
-    metadata.storage_data[MetadataIndex(key, torch.Size([0]))] = info
-
-
-@pytest.mark.parametrize(
-    ("change", "words"), [(lying_dtype, "says torch.int32"), (overlapping_parts, "parts of .* overlap")]
-)
-def test_metadata_that_lies_is_refused(imported, change, words):
+def test_metadata_that_lies_is_refused(imported):
     file = imported / "mcore/.metadata"
     metadata = pickle.loads(file.read_bytes())
-    change(metadata)
+    metadata.state_dict_metadata["decoder.final_layernorm.weight"].properties.dtype = torch.int32
     file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=r"says torch.int32"):
         TorchDistReader(imported / "mcore").read("decoder.final_layernorm.weight", [(0, 32)])
-
-
-def test_a_reader_keeps_few_files_open(hf, tmp_path, monkeypatch):
-    """A checkpoint of a large model has more data files than a process may open."""
-    monkeypatch.setattr(torch_dist_reader, "OPEN_FILES", 3)
-    import_hf(hf("llama", shard="30KB"), tmp_path / "mcore", file_bytes=1_000)
-    folder = tmp_path / "mcore/mcore"
-    assert len(list(folder.glob("*.distcp"))) > 10
-    reader = TorchDistReader(folder)
-    for key, tensor in reader.tensors.items():
-        reader.read(key, [(0, size) for size in tensor.shape])
-        assert len(open_below(folder)) <= 3
-    reader.close()
-    assert open_below(folder) == []
-
-
-def open_below(folder: pathlib.Path) -> list[str]:
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return [found for link in links if os.path.islink(link) and (found := os.readlink(link)).startswith(f"{folder}/")]
 
 
 def test_a_link_in_place_of_the_workspace_is_refused(source, tmp_path):

@@ -106,7 +106,6 @@ def megatron_reads(config: RoleConfig, folder: str) -> int:
             chunk.load_state_dict(dist_checkpointing.load(wanted, mcore), strict=True)
             now = chunk.state_dict()
             assert all(torch.equal(now[name], t) for name, t in expected.items())
-    reader.close()
     return len(asked)
 
 

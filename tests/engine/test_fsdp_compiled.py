@@ -43,6 +43,7 @@ def test_attention_breaks_no_graph(layer):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layer", ["gpt_oss"], indirect=True)
 def test_other_lengths_are_not_compiled_anew(layer):
     """Three versions serve all: numbers of the first call, then symbols in two steps."""
     forward, inputs = layer

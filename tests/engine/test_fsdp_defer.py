@@ -17,6 +17,7 @@ from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, loss_fn, make_engine, train
 from tests.engine.harness import run_case
 from tests.operators import Operators
+from tests.tiers import in_tiers
 
 KINDS = {
     "weights kept in fp32": ("ernie4_5_moe", {"dtype": "bfloat16", "packing": False, "recompute": "full"}),
@@ -98,15 +99,17 @@ def collectives(config: RoleConfig, expected: dict[str, int]) -> None:
     assert found == expected, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "gathered", "reduced", "in_forward"),
-    [
-        ({"defer_sync": True}, 2 * 4, 2 * 4, 4),
-        ({}, 2 * 4 * 8, 2 * 4 * 4, 4 * 4),  # weights are gathered for the backward pass, too
-        ({"reshard_after_forward": False}, 2 * 4 * (4 + 1), 2 * 4 * 4, 3 + 4),  # but the root's rest, which is freed
-    ],
-    ids=str,
+    in_tiers(
+        [],
+        [({"defer_sync": True}, 2 * 4, 2 * 4, 4)],
+        [
+            ({"defer_sync": True}, 2 * 4, 2 * 4, 4),
+            ({}, 2 * 4 * 8, 2 * 4 * 4, 4 * 4),  # weights are gathered for the backward pass, too
+            ({"reshard_after_forward": False}, 2 * 4 * (4 + 1), 2 * 4 * 4, 3 + 4),  # but the root's rest: it is freed
+        ],
+    ),
 )
 def test_weights_travel_once_a_mini_batch(folder, keys, gathered, reduced, in_forward):
     """Of four units (two blocks, embedding, the rest), four micro-batches and two mini-batches."""

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import random
 import shutil
 import types
 
@@ -21,12 +20,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from mrl.config.schema import FSDPConfig, LoraConfig
+from mrl.config.schema import FSDPConfig
 from mrl.engine.base import GenerateRequest
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.blocks import block_lists, embedding_of
 from mrl.engine.fsdp.output import logit_rule
-from mrl.engine.fsdp.probe import check, computes_with_noise
+from mrl.engine.fsdp.probe import check
 from mrl.engine.logprobs import LogitRule
 from mrl.engine.peak_bytes import PeakBytes
 from mrl.errors import CheckpointError, ConfigError, ModelError
@@ -98,7 +97,6 @@ def test_what_is_done_to_logits_is_seen(folder):
         ("granite", {}, {"head": "value"}, "'granite' has no sequence classifier .* gives it no value head"),
         ("bert", {}, {}, "'bert' (lets tokens see those that follow|has attention in both directions)"),
         ("roberta", {"is_decoder": True}, {}, "'roberta' gives packed sequences other numbers than each has alone"),
-        ("roberta", {"is_decoder": True}, {"packing": False}, "'roberta' gives padded sequences other .*; use another model$"),
         ("recurrent_gemma", {}, {}, "'recurrent_gemma' gives packed sequences other numbers .*; set data.packing to false, or"),
         ("t5", {}, {}, "'t5' is no causal language model that transformers builds"),
     ],
@@ -306,28 +304,6 @@ def test_the_probe_finds_what_leaks(folder):
     embedding.forward = lambda ids: plain(ids) + 0.01 * plain(ids)[:, :1]  # of the row, whatever document it is of
     with pytest.raises(ModelError, match="'gemma2' gives packed sequences other numbers than each has alone"):
         check(hf, packed=True, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("family", "fields", "options", "noisy"),
-    [
-        ("phimoe", {}, {}, True),
-        ("phimoe", {}, {"optimizer": None}, False),
-        ("gemma2", {"attention_dropout": 0.1}, {}, True),
-        ("gemma2", {}, {"model": {"lora": LoraConfig(dropout=0.1)}}, False),
-    ],
-)
-def test_noise_of_a_model_is_warned_of(folder, caplog, family, fields, options, noisy):
-    make_engine(tiny.role(folder(family, **fields), **options))
-    found = [record.getMessage() for record in caplog.records if "noise" in record.getMessage()]
-    assert len(found) == noisy and all(f"config.json: model_type {family!r} computes with noise" in m for m in found)
-
-
-def test_looking_for_noise_leaves_generators_alone(folder):
-    hf = AutoModelForCausalLM.from_pretrained(folder("phimoe")).eval()
-    before = torch.get_rng_state(), random.getstate()
-    assert computes_with_noise(hf, packed=False, device=torch.device("cpu")) and not hf.training
-    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
 def test_config_of_the_export_says_what_it_is(folder, tmp_path):

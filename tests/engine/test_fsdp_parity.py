@@ -19,6 +19,11 @@ ALL = [*ROWS, *FSDP_NIGHTLY_ROWS, *FSDP_NIGHTLY_LORA_ROWS]
 
 
 FIRST = first_rows(ROWS)
+NIGHTLY = (
+    "qwen3_5 long memory", "qwen3_5_moe, dp1", "llama tied, dp1", "llama3 rope", "llama, cp4",
+    "llama, dp4, packed, size 1, 3 sequences, replicate 2",
+)  # fmt: skip
+"""Beginnings of rows whose parts other rows of CI have in another combination."""
 
 
 def pushed() -> list[Row]:
@@ -32,6 +37,9 @@ def pushed() -> list[Row]:
     return found
 
 
-@pytest.mark.parametrize("row", in_tiers(pushed()[::3], pushed() + next_rows(ROWS), ALL), ids=str)
+CI = [row for row in (*pushed(), *next_rows(ROWS)) if not str(row).startswith(NIGHTLY)]
+
+
+@pytest.mark.parametrize("row", in_tiers(pushed()[::3], CI, ALL), ids=str)
 def test_equal_to_hugging_face(table, row):
     table.check(row)

@@ -12,7 +12,7 @@ from mrl.config.schema import LoraConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 
 ALL = LoraConfig(rank=4, alpha=6.0)
 
@@ -39,7 +39,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", slow_but(ROWS[::2], ROWS), ids=str)
+@pytest.mark.parametrize("row", in_tiers(ROWS[::2], [ROWS[3], ROWS[5], ROWS[7]], ROWS), ids=str)
 def test_equal_to_peft(table, row):
     table.check(row)
 
@@ -78,8 +78,9 @@ def test_resume_is_bitwise(folder, tmp_path, world):
     run(world, "resume_is_bitwise", folder(), lora, module="contract", path=str(tmp_path), role=role)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved_by", "read_by"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("saved_by", "read_by"), [pytest.param(1, 2, marks=pytest.mark.nightly), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_another_world_size_goes_on(folder, tmp_path, saved_by, read_by):
     saved = run(saved_by, "save_two_steps", folder(), ALL, path=str(tmp_path))
     histories = [
@@ -113,7 +114,7 @@ EXPORTED = [
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@pytest.mark.parametrize(("family", "head"), slow_but(EXPORTED[:3], EXPORTED))
+@pytest.mark.parametrize(("family", "head"), in_tiers(EXPORTED[:3], EXPORTED[5:], EXPORTED))
 def test_export(folder, tmp_path, world, family, head):
     run(world, "export_loads_in_peft", folder(family, head=head), ALL, path=str(tmp_path), role={"head": head})
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -21,8 +21,10 @@ def kind_of(name):
     return re.sub(r"\.\d+\.", ".N.", name)
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("family", "known"),
+    [("llama", False), ("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", True), ("qwen3_moe", False)],
+)
 def test_a_base_that_differs_in_one_kind_of_tensor_is_another(folder, tmp_path, family, known):
     """known: to a table of mrl, not by the names of its files."""
     base = folder(family, **MODELS[family])

@@ -11,7 +11,7 @@ from mrl.config.mtp import MTPConfig, PolicyMTPConfig
 from mrl.convert.exporting import export_hf
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.stored_weights import stored_weights
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims
 from mrl.weights import family_for, read_hf_config
 from tests.convert.cases import load_folder
@@ -181,5 +181,5 @@ def test_a_folder_without_those_that_it_announces_is_refused(tmp_path):
     save_file(kept, tmp_path / "model/model.safetensors", {"format": "pt"})
     family, hf = family_for(read_hf_config(folder)), read_hf_config(folder)
     weights = stored_weights(folder, family, hf, head="lm", trained=True, mtp=1)
-    with pytest.raises(ConfigError, match="model.mtp: trains MTP layers, and .* holds none"), weights:
+    with pytest.raises(ModelError, match=r"lacks .*model\.layers\.2\..* of its MTP layers; leave out"), weights:
         pass

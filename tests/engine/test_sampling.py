@@ -89,7 +89,7 @@ def test_keys_of_a_step_are_those_of_each_sequence():
     assert found.tolist() == [to_int64(noise_key(key, 95 + i)) for i, key in enumerate(keys)]
 
 
-@pytest.mark.parametrize("rows, count, start", [(300, 1000, 3), (1, 70001, 0), (5, 65537, 1), (40, 1, 7), (3, 0, 0)])
+@pytest.mark.parametrize("rows, count, start", [(300, 1000, 3), (5, 65537, 1), (3, 0, 0)])
 def test_noise_is_the_same_in_any_chunks(monkeypatch, rows, count, start):
     keys = torch.randint(-(2**62), 2**62, (rows,))
     found = gumbel(keys, start, count)
@@ -125,7 +125,7 @@ def test_off_a_cpu_operations_do_not_grow_with_rows_or_vocabulary(params, most):
     assert len(counts) == 1 and max(counts) <= most
 
 
-@pytest.mark.parametrize("rows, vocab", [(1024, 151936), (16384, 151936), (3, 2**29), (2**20, 1000)])
+@pytest.mark.parametrize("rows, vocab", [(16384, 151936), (3, 2**29)])
 def test_noise_takes_four_gib_beside_itself(rows, vocab):
     keys = torch.empty(rows, dtype=torch.int64, device="meta")
     with PeakBytes() as found:
@@ -185,8 +185,7 @@ def batch_of_logits(vocab, seed=0, sequences=4):
     return logits, params, [SamplingKey(seed, 1, 2, i) for i in range(len(params))]
 
 
-@pytest.mark.parametrize("vocab", [7, 131, 1500])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("vocab", "seed"), [(7, 0), (131, 1), (1500, 2), (131, 3), (7, 4)])
 def test_choice_is_the_argmax_of_what_transformers_keeps_plus_noise(vocab, seed):
     logits, params, keys = batch_of_logits(vocab, seed)
     rows = rows_of(params, keys)
@@ -230,14 +229,6 @@ def test_frequencies_are_the_probabilities(params):
     counts, wanted = counts[wanted > 0], wanted[wanted > 0]
     cells = len(wanted) - 1
     assert ((counts - wanted) ** 2 / wanted).sum() < cells + 4.5 * (2 * cells) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2.0}]
-)
-def test_parameters_have_bounds(wrong):
-    with pytest.raises(AssertionError, match="SamplingParams"):
-        SamplingParams(**wrong)
 
 
 # -- shards of a vocabulary --------------------------------------------------------------------------------------------

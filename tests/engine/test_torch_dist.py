@@ -46,7 +46,6 @@ def test_a_part_that_begins_within_its_storage(tmp_path):
     write_metadata(tmp_path, {"w": (torch.float32, (3,))}, {"data": [item]}, [])
     reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read("w", [(0, 3)]), whole[4:7]) and torch.equal(reader.read("w", [(1, 2)]), whole[5:6])
-    reader.close()
 
 
 @given(SHAPES, st.data())
@@ -128,7 +127,6 @@ def test_what_ranks_wrote_is_read_in_another_split_with_other_padding(tmp_path, 
     ):
         with pytest.raises(CheckpointError, match=says):
             check(reader, [box])
-    reader.close()
 
 
 def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):

@@ -123,7 +123,7 @@ def test_a_family_is_two_files(tree):
     assert touched(tree) == ["mrl/weights/families/seed_oss.py", "tests/engine/tiny.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_algorithm_is_one_file_and_trains(tree, inputs):
     insert(tree / "mrl/config/recipes.py", RECIPE, "ROWS")
     run("-m", "mrl", "ppo", "grpo.yaml", "algorithm.name=mine", folder=inputs, tree=tree)

@@ -36,15 +36,12 @@ class Moment:
     delay_s: float
 
 
-def moments(seed: str, count: int, *, inside_saves: bool = True) -> list[Moment]:
-    """`count` moments in the order they are used; an export comes last, because the run is over then.
-
-    inside_saves: every other one is at a save.
-    """
+def moments(seed: str, count: int) -> list[Moment]:
+    """`count` moments in the order they are used, every other one at a save. An export comes last: the run is over then."""
     draw = random.Random(seed)
     found = []
     for number in range(count):
-        places = PLACES[2:6] if inside_saves and number % 2 else PLACES
+        places = PLACES[2:6] if number % 2 else PLACES
         place = draw.choice(places)
         delay = draw.uniform(0, 4) if place == "start-up" else draw.choice([0.0, draw.uniform(0, 0.03)])
         found.append(Moment(place, draw.choice(VICTIMS), draw.randint(0, 2), delay))

@@ -36,12 +36,9 @@ def whole(inputs, tmp_path_factory):
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    in_tiers(
-        [("megatron", "file")], [("fsdp", "file")], [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")]
-    ),
+    in_tiers([], [("fsdp", "file")], [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")]),
 )
 def test_goes_on_from_the_copy_when_the_local_run_is_gone(inputs, whole, tmp_path, name, scheme):
     """memory:// stands for an object store: it has no folders and no rename. It lives in the ranks, so they are asked."""

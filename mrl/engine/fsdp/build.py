@@ -22,7 +22,6 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp import attention, delta_net
 from mrl.errors import ModelError
-from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$")
@@ -87,12 +86,6 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
     Raises ModelError.
     """
     model_type = hf_config["model_type"]
-    if hf_config.get("quantization_config") and model_type not in FAMILIES:
-        raise ModelError(
-            "config.json",
-            why=f"quantization_config of a {model_type!r} model is not supported by backend fsdp",
-            fix="give the model that it was made from",
-        )
     check_known(model_type)
     # trust_remote_code: no code of the folder runs
     transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)

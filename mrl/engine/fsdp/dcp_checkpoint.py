@@ -10,7 +10,6 @@ file: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 from collections.abc import Mapping
@@ -163,11 +162,10 @@ def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> 
 def _read_tensors(folder: str, model: Model, optimizer: Optimizer | None, about: Mapping[str, Any]) -> None:
     """Fills this rank's shards. about: what is in `state.pt`."""
     wanted = tensors(model, optimizer)
-    with contextlib.closing(TorchDistReader(folder)) as reader:
-        _check_fit(folder, reader, wanted)
-        if "architecture" in about:  # an older mrl saved none
-            _check_architecture(about["architecture"], model, folder)
-        fill(reader, [_box(name, tensor) for name, tensor in wanted.items()])
+    reader = TorchDistReader(folder)
+    _check_fit(folder, reader, wanted)
+    _check_architecture(about["architecture"], model, folder)
+    fill(reader, [_box(name, tensor) for name, tensor in wanted.items()])
 
 
 def _box(name: str, tensor: Tensor) -> Box:
@@ -189,16 +187,14 @@ def _check_fit(folder: str, reader: TorchDistReader, wanted: Mapping[str, Tensor
         raise CheckpointError(
             folder, why="was saved without an optimizer", fix="resume with the role that it was saved by"
         )
-    extra = [name for name in saved if name.startswith("model.") and name not in wanted]
-    differences = [f"{name} is only here" for name in lacking] + [f"{name} is only there" for name in extra]
-    differences += [
-        f"{name} is {list(saved[name].shape)} there and {list(tensor.shape)} here"
-        for name, tensor in wanted.items()
-        if name in saved and saved[name].shape != tuple(tensor.shape)
-    ]
-    if differences:
+    there = {name: tuple(tensor.shape) for name, tensor in saved.items() if name.startswith("model.") or name in wanted}
+    here = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    differ = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    if differ:
+        name = differ[0]
         raise CheckpointError(
             folder,
-            why=f"is of another model: {differences[0]} ({len(differences)} tensors differ)",
+            why=f"is of another model: {name} is {there.get(name)} there and {here.get(name)} here "
+            f"({len(differ)} tensors differ)",
             fix="resume with the model it was made from",
         )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -43,7 +41,6 @@ from mrl.weights.random_weights import RandomWeights
 from mrl.weights.safetensors_io import NAMES, TensorInfo
 
 Result = TypeVar("Result")
-logger = logging.getLogger(__name__)
 patches.check(__name__)
 
 
@@ -83,9 +80,11 @@ class Model:
         if config.head == "value":
             with_value_head(hf, checked=self.family is None)
         if self.family is not None:
-            self.files = TableFiles(hf, self.family, self.hf_config, config.head)
+            self.files: Any = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
-            self.files = _files_of_transformers(copy.deepcopy(hf), config.head)
+            from mrl.engine.fsdp.files import ModelFiles  # needs a newer transformers than models with a table do
+
+            self.files = ModelFiles(copy.deepcopy(hf), config.head)
         self.rotary = length_dependent_rotary(hf, self.hf_config)
         self.frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
         kept = precision.fp32_parameters(hf, config.model.dtype)
@@ -106,7 +105,7 @@ class Model:
         self.adapter_identity = identity.identity_of(config, self.family, self.hf_config)
         self.rule = PLAIN
         if self.family is None and not reads_images(self.hf_config):
-            self._probe(mesh.ulysses, packed=config.packing, trains=config.optimizer is not None)
+            self._probe(mesh.ulysses, packed=config.packing)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
@@ -124,22 +123,10 @@ class Model:
         return self.reads_images is not None and "model.visual." in name
 
     @torch.no_grad()
-    def _probe(self, ulysses: Ulysses, *, packed: bool, trains: bool) -> None:
+    def _probe(self, ulysses: Ulysses, *, packed: bool) -> None:
         """Runs tiny inputs through the model: finds its rule of logits, and compares its numbers. Collective."""
         self.module.eval()
-        how = {"packed": packed, "device": self.device, "ulysses": ulysses}
-        self.module(lambda hf: probe.choose_attention(hf, **how))
-        plain = (
-            self.adapters.disabled() if self.adapters is not None else contextlib.nullcontext()
-        )  # theirs is asked for
-        with plain:
-            noisy = trains and self.module(lambda hf: probe.computes_with_noise(hf, **how))
-        if noisy and collective.is_main():
-            logger.warning(
-                "config.json: model_type %r computes with noise while it trains (dropout, or a router's): losses and "
-                "gradients change with the layout and the micro-batches",
-                self.hf_config["model_type"],
-            )
+        self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device, ulysses=ulysses))
         if self.head == "lm":
             token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
             self.rule = self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
@@ -322,20 +309,6 @@ class Model:
             whole = value(parameter).detach().full_tensor()
             if dist.get_rank() == 0:
                 yield name, whole.to(device="cpu", dtype=torch.float32).clone()
-
-
-def _files_of_transformers(hf: nn.Module, head: str) -> Any:
-    """Returns `ModelFiles`. It needs a newer transformers than models with a table do."""
-    try:
-        from mrl.engine.fsdp.files import ModelFiles
-    except ImportError as error:
-        raise ModelError(
-            "config.json",
-            why=f"model_type {hf.config.model_type!r} has no table in mrl, and transformers "
-            f"{transformers.__version__} does not tell how its files are named ({error})",
-            fix="install transformers 5.23 or newer",
-        ) from error
-    return ModelFiles(hf, head)
 
 
 def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Sequence[nn.Module]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 Each document alone, by transformers' own eager attention, gives the right numbers. They are compared with those of the
 documents in one micro-batch, packed or padded as in the run. One of them runs again with another neighbour, and its
-numbers must not change. A model that trains is also watched for drawing random numbers.
+numbers must not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from mrl.engine.fsdp import attention, forward
 from mrl.engine.fsdp.attention import NO_CONTEXT_PARALLEL
 from mrl.engine.fsdp.output import hidden_states
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.engine.rng import Generators
 from mrl.errors import ModelError
 
 DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])
@@ -66,25 +65,6 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
         raise ModelError(_refused(hf, f"gives {way} sequences other numbers than each has alone", remedy))
     if _difference(beside[1], together[1]) > LEAK[dtype]:
         raise ModelError(_refused(hf, f"lets {way} sequences see each other", remedy))
-
-
-def computes_with_noise(
-    hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
-) -> bool:
-    """Returns whether `hf`, now in eval mode, draws random numbers in train mode. It leaves generators as they were.
-
-    The numbers that a model computes need not show it: phimoe's router draws lots only between experts of about the
-    same score.
-    """
-    generators = Generators(0, device)
-    with generators.installed():
-        before = generators.states()
-        hf.train()
-        try:
-            _run(hf, _documents(hf)[:2], packed=packed, device=device, ulysses=ulysses)
-        finally:
-            hf.eval()
-        return generators.drawn_since(before)
 
 
 def _documents(hf: nn.Module) -> list[list[int]]:

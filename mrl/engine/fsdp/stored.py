@@ -35,8 +35,7 @@ class FSDPReader:
         self, path: str | Path, family: Family, hf_config: HFConfig, dtype: torch.dtype, companions: str | Path
     ) -> None:
         about = load_pt(Path(path) / STATE)
-        if "architecture" in about:  # an older mrl saved none
-            check_architecture(about["architecture"], family, hf_config, companions)
+        check_architecture(about["architecture"], family, hf_config, companions)
         self.path, self._family = Path(path), family
         self._stored = TorchDistReader(path)
         self._buffers = buffer_names(family, hf_config)  # fp32 in every export
@@ -85,7 +84,6 @@ class FSDPReader:
         return stored.to(DTYPES[self.tensors[name].dtype])
 
     def close(self) -> None:
-        self._stored.close()
         self._carried.close()
 
 

@@ -7,9 +7,7 @@ are read from the result. peft says nothing about a part of a selection that mat
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -63,8 +61,6 @@ def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
         raise ConfigError("model.lora", why=f"{error.key}: {error.why}", fix=fix) from None
     names = tuple(name for name, _ in model.named_modules() if name)
     stacks = tuple(name for name, p in model.named_parameters() if p.ndim == 3)
-    for key in ("target_modules", "exclude_modules"):
-        _check_expression(f"model.lora.{key}", getattr(lora, key))
     selection = Selection(model_folder, lora, names, stacks)
     config = _peft_config(selection, head)
     inject(model, config, selection)
@@ -91,7 +87,7 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
         warnings.filterwarnings("ignore", module=r"peft\..*")
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             if selection is None:
                 raise
             raise selection.refused(error) from None
@@ -207,56 +203,13 @@ class Selection:
                     ),
                 )
 
-    def refused(self, error: ValueError) -> ConfigError:
-        """Returns peft's refusal as one line that names the key."""
-        text, targets = " ".join(str(error).split()), self.lora.target_modules
-        if "does not work with lora_dropout" in text:
-            return ConfigError(
-                "model.lora.dropout",
-                self.lora.dropout,
-                "does not work for the adapters of experts and routers, which act on the weights",
-                "set it to 0, or name other modules in model.lora.target_modules",
-            )
-        if "Cannot convert PEFT target(s)" in text:
-            return ConfigError(
-                "model.lora.target_modules",
-                targets,
-                "names part of the experts' first layer, whose gate and up projections are one parameter",
-                "name both or neither",
-            )
-        if "is not supported" in text:
-            return ConfigError(
-                "model.lora.target_modules",
-                targets,
-                "takes in a module that is no linear layer",
-                f"name {self._some()}",
-            )
-        lost = [t for t in _entries(targets) if not any(_matches(targets, t, name) for name in self.names)]
-        if lost:
-            return self._unknown("target_modules", lost[0])
-        return ConfigError(
-            "model.lora.target_modules",
-            targets,
-            f"leaves no adapter with model.lora.exclude_modules {json.dumps(self.lora.exclude_modules)}",
-            f"name {self._some()}",
-        )
+    def refused(self, error: Exception) -> ConfigError:
+        """Returns peft's refusal as one line."""
+        why = f"is refused by peft ({' '.join(str(error).split())})"
+        return ConfigError("model.lora", why=why, fix=f"name {self._some()} in target_modules")
 
     def _unknown(self, key: str, entry: str) -> ConfigError:
-        names = (*self.names, *self.stacks)
-        if entry in (self.lora.target_modules, self.lora.exclude_modules) and any(
-            _is_end(entry, name) for name in names
-        ):
-            raise ConfigError(
-                f"model.lora.{key}",
-                entry,
-                f"is a regular expression on whole names, and matches none of {self.model}",
-                f"for the modules whose names end so give a list: [{entry}]",
-            )
-        within = {name.rpartition(".")[0] for name in names}
-        leaves = sorted({name.rpartition(".")[2] for name in names if name not in within})
-        near = difflib.get_close_matches(entry.rpartition(".")[2], leaves, n=3)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"name {self._some()}"
-        return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", advice)
+        return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", f"name {self._some()}")
 
     def _some(self) -> str:
         """Returns examples for a message: the ends of names that look like the model's linear layers."""
@@ -344,13 +297,3 @@ def _entries(selected: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _matches(selected: str | tuple[str, ...] | None, entry: str, name: str) -> bool:
     """Returns whether an entry of `selected` is for a name."""
     return re.fullmatch(entry, name) is not None if isinstance(selected, str) else _is_end(entry, name)
-
-
-def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
-    if isinstance(value, str) and value != "all-linear":
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ConfigError(
-                key, value, f"is no regular expression ({error})", "give one, or a list of ends of names"
-            ) from None

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,13 +172,13 @@ def state_of(found: str) -> dict[str, Any] | None:
 def _read_tensors(model: Model, found: str) -> None:
     """Fills this rank's tensors, one block after the other. Nothing is changed unless all of them are there."""
     try:
-        with contextlib.closing(TorchDistReader(os.path.join(found, "mcore"))) as reader:
-            placed = _placed(model)
-            boxes = [box for each in placed for box in each.boxes]
-            if model.optimizer is not None:
-                boxes += optim_state.boxes(model.optimizer, placed, to_read=True)
-            check(reader, boxes)
-            fill(reader, boxes)
+        reader = TorchDistReader(os.path.join(found, "mcore"))
+        placed = _placed(model)
+        boxes = [box for each in placed for box in each.boxes]
+        if model.optimizer is not None:
+            boxes += optim_state.boxes(model.optimizer, placed, to_read=True)
+        check(reader, boxes)
+        fill(reader, boxes)
     except CheckpointError as error:
         where = os.path.basename(error.key or "")
         raise CheckpointError(

@@ -178,7 +178,7 @@ def write_index(folder: Path, everyone: Iterable[WrittenFile]) -> None:
     items[name] = [file.add_empty(key) for key in asked_for]
     file.close()
     write_metadata(folder, tensors, items, asked_for)
-    TorchDistReader(folder).close()
+    TorchDistReader(folder)  # an error if a part is missing
 
 
 def _on_host(data: Tensor) -> Iterator[Tensor]:

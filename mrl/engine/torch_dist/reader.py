@@ -28,13 +28,11 @@ from torch import Tensor
 from mrl.engine.torch_dist.data_files import STORAGES
 from mrl.errors import CheckpointError
 from mrl.weights.algebra import Shape
-from mrl.weights.pread import TruncatedFile, read_region
+from mrl.weights.pread import read_region
 
 METADATA = ".metadata"
 _FORMAT = "torch.distributed.checkpoint."
 _OLD_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-OPEN_FILES = 32
-"""Data files that a reader keeps open: a large checkpoint has more of them than a process may hold."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _STORAGES = {storage.__name__: dtype for dtype, storage in STORAGES.items()}
 
@@ -71,18 +69,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of the format")
-
-
-class _OpenFile:
-    """Keeps a file open for as long as somebody holds this."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = -1
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -175,8 +161,6 @@ class TorchDistReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file = functools.lru_cache(OPEN_FILES)(self._opened)
-        self._data_at: dict[tuple[str, int], int] = {}
         self.tensors: Mapping[str, StoredTensor] = {}
         self.objects: list[str] = []
         file = self.path / METADATA
@@ -205,12 +189,8 @@ class TorchDistReader:
             chunks = []
             for chunk in stored.chunks:
                 info = where[key, tuple(chunk.offsets)]
-                if info.__dict__.get("transform_descriptors"):
-                    raise ValueError(f"{key} is stored with {info.transform_descriptors}, which is not supported")
-                place = (info.relative_path, info.offset, info.length)
-                if Path(place[0]).name != place[0]:
-                    raise ValueError(f"{key} is said to be in {place[0]!r}, which is not a file of this folder")
-                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+                sizes = tuple(chunk.sizes)
+                chunks.append(Chunk(tuple(chunk.offsets), sizes, info.relative_path, info.offset, info.length))
             chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
@@ -236,53 +216,38 @@ class TorchDistReader:
 
     def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, part: Sequence[tuple[int, int]]) -> Tensor:
         """Reads entries `first` to `first + n` in each dimension of one chunk."""
-        at = self._place(key, dtype, chunk)
         region = [(first, first + n) for first, n in part]
+        path = self.path / chunk.file
         try:
-            file = self._file(chunk.file)
-            return read_region(file.number, at, dtype=dtype, shape=chunk.sizes, region=region)
-        except (TruncatedFile, OSError) as error:
-            raise CheckpointError(self.path / chunk.file, why=str(error), fix="get the checkpoint again") from error
-
-    def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """Returns the place of a chunk's first byte in its file, found in the archive once."""
-        known = self._data_at.get((chunk.file, chunk.start))
-        if known is not None:
-            return known
-        try:
-            file = self._file(chunk.file)
-            span = io.BufferedReader(_Span(file.number, chunk.start, chunk.length))
-            with zipfile.ZipFile(span) as archive:
-                root = archive.namelist()[0].split("/")[0]
-                place = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-                shape, strides, offset, (stored, storage) = place
-                info = archive.getinfo(f"{root}/data/{storage}")
-                span.seek(info.header_offset + 26)
-                lengths = span.read(4)
-            if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
-            if stored != dtype:
-                raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
-            at = info.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-            at += offset * dtype.itemsize
-            if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
-                raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
+            with path.open("rb") as file:
+                at = _place(file.fileno(), dtype, chunk)
+                return read_region(file.fileno(), at, dtype=dtype, shape=chunk.sizes, region=region)
         except Exception as error:  # a damaged archive raises anything
             raise CheckpointError(
-                self.path / chunk.file, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
+                path, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
             ) from error
-        self._data_at[chunk.file, chunk.start] = chunk.start + at
-        return chunk.start + at
 
-    def _opened(self, name: str) -> _OpenFile:
-        try:
-            return _OpenFile(self.path / name)
-        except OSError as error:
-            raise CheckpointError(self.path / name, why=f"{error.strerror}", fix="get the checkpoint again") from error
 
-    def close(self) -> None:
-        """Closes the files."""
-        self._file.cache_clear()
+def _place(file: int, dtype: torch.dtype, chunk: Chunk) -> int:
+    """Returns the place of a chunk's first byte in its open file. Raises ValueError for another tensor's archive."""
+    with (
+        io.BufferedReader(_Span(file, chunk.start, chunk.length)) as span,
+        zipfile.ZipFile(span) as archive,
+    ):
+        root = archive.namelist()[0].split("/")[0]
+        saved = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
+        shape, strides, offset, (stored, storage) = saved
+        info = archive.getinfo(f"{root}/data/{storage}")
+        span.seek(info.header_offset + 26)
+        lengths = span.read(4)
+    if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
+    if stored != dtype:
+        raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
+    if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
+        raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
+    header = 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+    return chunk.start + info.header_offset + header + offset * dtype.itemsize
 
 
 def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]] | None:
@@ -297,21 +262,10 @@ def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 
 def _check_cover(key: str, tensor: StoredTensor) -> None:
-    """Raises ValueError unless the parts are inside the whole, apart, and have all of its entries."""
-    for chunk in tensor.chunks:
-        ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
-        if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
-            raise ValueError(f"a part of {key} is outside of its shape {list(tensor.shape)}")
+    """Raises ValueError unless the parts have as many entries as the whole."""
     in_parts = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if in_parts != math.prod(tensor.shape):
         raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {in_parts}")
-    near: list[Chunk] = []  # those that may meet the next one in the first dimension
-    for chunk in tensor.chunks if tensor.shape else ():
-        near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
-        region = [(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(_overlap(other, region) for other in near):
-            raise ValueError(f"parts of {key} overlap")
-        near.append(chunk)
 
 
 def _contiguous(shape: Shape) -> Shape:

@@ -25,7 +25,6 @@ CHAINS = {
     "ppo": [
         ("rollout", 1, 0, MADE.format(1, 0, 0, 0)),
         ("step", 2, 1, MADE.format(1, 2, 2, 2)),
-        ("evaluation", 3, 0, MADE.format(1, 3, 3, 3)),
         ("step", 4, 0, BETWEEN.format(2, 4, 4)),
         ("step", 8, 0, END),
     ],
