@@ -96,8 +96,6 @@ def already_done(
         console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
-    for note in start.moved:
-        console.say(f"{used_folder.NOT_CHECKED}: {note}")
     return True
 
 

@@ -20,7 +20,6 @@ import mrl
 from mrl.batch import Batch
 from mrl.config.command import Config, RowsRunConfig, command_of
 from mrl.config.load import dump_config
-from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import shown_url, without_queries, write_text
 from mrl.engine import atomic_checkpoint, checkpoint_remote
@@ -138,7 +137,6 @@ class StartState:
     checkpoint: str | None  # its folder; None at the beginning
     step: int  # optimizer steps made
     message: str  # says so to the user
-    moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
 
 def choose_start(
@@ -150,14 +148,13 @@ def choose_start(
     of them is chosen again only where it was fetched again.
     """
     used_folder.refuse_foreign(run.path)
-    moved: list[Change] = []
     fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         used_folder.refuse_used(run.path)
         return StartState(None, 0, f"starting in {run.path}")
     if own is not None:
-        moved = used_folder.check_same_run(run.path, config, own)
+        used_folder.check_same_run(run.path, config, own)
         own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
     elif resume != "auto":
         own = _elsewhere(run, resume, damaged)
@@ -169,7 +166,7 @@ def choose_start(
         again = " again: it has no checkpoint yet" if used_folder.files_of_run(run.path) else ""
         return StartState(None, 0, f"starting in {run.path}{again}")
     step = atomic_checkpoint.validate(own).step
-    return StartState(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
+    return StartState(own, step, f"resuming from {own}{fetched or ','} after step {step}")
 
 
 def is_own(run: RunDirectory, start: StartState, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
