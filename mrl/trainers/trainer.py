@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ from mrl.config.resume import check_resume
 from mrl.config.schema import ModelConfig
 from mrl.config.urls import without_signatures
 from mrl.data.dataset import Part, RowDataset
-from mrl.data.encode import Encoder
 from mrl.data.mixture import eval_rows, train_rows
 from mrl.data.stream import RowStream
 from mrl.engine.atomic_checkpoint import step_name
@@ -39,13 +38,11 @@ from mrl.trainers.common import (
     is_due,
     load_newest,
     log_without_evaluation,
-    mtp_tensors_of,
     say_all,
     say_left_out,
     say_other_choices,
     say_other_ends,
     stop_error,
-    use_of_adapter,
 )
 from mrl.trainers.console import Console, figures, open_console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
@@ -54,7 +51,6 @@ from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.adapter_folder import is_adapter
-from mrl.weights.mtp import COUNT
 from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.words import pluralize
 
@@ -133,11 +129,6 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def model(self) -> ModelConfig:
         """The section of the model that is exported."""
-
-    @property
-    def encoders(self) -> Sequence[Encoder]:
-        """Encoders of rows that train."""
-        return ()
 
     @abc.abstractmethod
     def build(self, start: StartState) -> StartState:
@@ -380,7 +371,7 @@ class Trainer(abc.ABC):
         for note in check_resume(state["config"], to_dict(config)):
             console.say(f"changed since the checkpoint: {note}")
         say_other_choices(console, state.get("chosen", {}), dispatch.chosen)
-        say_other_ends(console, state, self.ends, self.encoders)
+        say_other_ends(console, state, self.ends)
         self.check_models(state)
         self.progress = Progress(**state["progress"])
         if not is_own(self.directory, start, state["config"], config.checkpoint):
@@ -397,14 +388,9 @@ class Trainer(abc.ABC):
 
     def export(self) -> None:
         """Writes output_dir/hf, at once or not at all."""
-        dispatch, directory, console, template = (
-            self.dispatch,
-            self.directory,
-            self.console,
-            self.tokenizer.chat_template,
-        )
-        role, path = dispatch.engines[self.role].config, self.model.path
-        folder = role.model.path  # what the model started from
+        dispatch, directory, console = self.dispatch, self.directory, self.console
+        template, path = self.tokenizer.chat_template, self.model.path
+        folder = dispatch.engines[self.role].config.model.path  # what the model started from
         if is_adapter(pathlib.Path(path).expanduser()):
             path = folder  # adapters are over what was merged
         console.doing("exporting the model")
@@ -417,12 +403,9 @@ class Trainer(abc.ABC):
         dispatch.on_main(lambda: add_end_tokens(directory.partial_hf, folder, self.ends.own, self.ends.added))
         dispatch.on_main(directory.publish_export)
         if adapter:
-            console.say(f"adapter: {directory.hf} ({dispatch.on_main(lambda: use_of_adapter(folder, path))})")
-            return
-        without = ""
-        if role.mtp is None and dispatch.on_main(lambda: mtp_tensors_of(folder)):
-            without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
-        console.say(f"model: {directory.hf} (loadable with transformers{without})")
+            console.say(f"adapter: {directory.hf} (over {path})")
+        else:
+            console.say(f"model: {directory.hf} (loadable with transformers)")
 
     def say_done(self) -> None:
         """Says what the metrics came to, where everything is, and how much was made."""

@@ -34,7 +34,7 @@ from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.vllm import VLLMServer
 from mrl.trainers import ppo, signals
-from mrl.trainers.rl import experience, prepare, roles
+from mrl.trainers.rl import experience, prepare
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.trainer import trainer_of
@@ -193,13 +193,6 @@ def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
         print("counted:", json.dumps(counts))
 
     with before(experience, "forward", note), after(ppo, "prepare", stop), after(ppo, "loop", say):
-        yield
-
-
-@contextlib.contextmanager
-def references_are_saved() -> Iterator[None]:
-    """Checkpoints hold references that never change, as those of earlier versions."""
-    with mock.patch.object(roles, "frozen_roles", lambda config: ("reward",)):
         yield
 
 
@@ -363,7 +356,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     each.__name__: each
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
-        old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
+        old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, step_changes,
         killed_at, hurried_at, hurried_at_take, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )

@@ -82,26 +82,15 @@ def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs
 
 @pytest.mark.slow
 def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
-    """Of any algorithm. The run goes on to the bit, also from a checkpoint of an earlier version that holds it, and with no
-    other one's weights."""
+    """Of any algorithm. The run goes on with no other one's weights."""
     shutil.copytree(inputs / "other", tmp_path / "reference")
-    steps = {"train": {"steps": 4}, "checkpoint": {"every": 2, "export_hf": False}}
+    steps = {"train": {"steps": 2}, "checkpoint": {"every": 2, "export_hf": False}}
     steps["reference"] = {"model": {"path": str(tmp_path / "reference")}}
-    whole, old = tmp_path / "whole", tmp_path / "old"
-    train(make_config(inputs, whole, **steps))
-    assert not list((whole / "checkpoints").rglob("reference"))
-    train(make_config(inputs, old, **(steps | {"train": {"steps": 2}})), happening="references_are_saved")
-    assert list((old / "checkpoints").rglob("reference"))
-    shutil.copytree(old, tmp_path / "older")
-    train(make_config(inputs, old, **steps))
-    assert tiny_policies.metrics_of(old) == tiny_policies.metrics_of(whole)
+    train(make_config(inputs, tmp_path / "run", **steps))
+    assert not list((tmp_path / "run" / "checkpoints").rglob("reference"))
     shutil.copy(inputs / "model" / "model.safetensors", tmp_path / "reference" / "model.safetensors")
-    for name, says in (
-        ("whole", "is not the model of the checkpoint"),
-        ("older", "has other weights than the reference of"),
-    ):
-        said = train(make_config(inputs, tmp_path / name, **(steps | {"train": {"steps": 6}})), ended="ConfigError")
-        assert said.startswith("reference.model.path: value") and says in said and "\n" not in said
+    said = train(make_config(inputs, tmp_path / "run", **(steps | {"train": {"steps": 4}})), ended="ConfigError")
+    assert said.startswith("reference.model.path: value") and "is not the model of the checkpoint" in said
 
 
 # -- distributions ---------------------------------------------------------------------------------------------------------
