@@ -92,8 +92,6 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     with trainer.saved_before_errors(), _stopped_if_given_up(trainer, launched):
         end = min(iteration + launched.level, -(-trainer.total_steps // steps))
         for later in range(launched.next_iteration(iteration), end):  # at the start, or after an error
-            if launched.relaunch(later):
-                continue
             if step:
                 trainer.console.say(
                     f"iteration {later + 1}: its rollout is not in the checkpoint, as the run had ended, its "

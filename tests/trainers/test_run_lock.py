@@ -16,8 +16,6 @@ import pytest
 
 from mrl.errors import ConfigError
 from mrl.trainers.run_lock import NAME, RunLock
-from tests.engine.harness import run_case
-from tests.trainers import tiny_runs
 
 HOLD = """
 import pathlib, sys
@@ -102,19 +100,3 @@ def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, capl
         lock.acquire()
     lock.release()
     assert "no lock in" in caplog.text and os.strerror(number) in caplog.text
-
-
-@pytest.mark.slow
-def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
-    output_dir = tmp_path / "run"
-    lock = RunLock(output_dir)
-    lock.acquire()
-    try:
-        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=tiny_runs.make_config(inputs, output_dir))
-        assert ended == "ConfigError" and message.startswith("output_dir: ") and str(os.getpid()) in message
-        assert [p.name for p in output_dir.iterdir()] == [NAME]
-    finally:
-        lock.release()
-    config = tiny_runs.make_config(inputs, output_dir, train={"steps": 3})
-    assert run_case(2, "tests.trainers.cases:train", config=config)[0] == "done"
-    assert {p.name for p in output_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "hf"}

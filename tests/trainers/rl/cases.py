@@ -252,18 +252,6 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL") -> Itera
 
 
 @contextlib.contextmanager
-def killed_as_it_hangs(step: int, pid: int, hangs_from: int) -> Iterator[None]:
-    """A server's process ends as `step` begins to train. It has answered no request of rollouts from step `hangs_from` on."""
-
-    def hang(server: VLLMServer, request: SampleRequest, **_: Any) -> None:
-        if request.key.step >= hangs_from:
-            server.http.post("/hang", tries=1)
-
-    with killed_at(step, pid), before(VLLMServer, "complete", hang):
-        yield
-
-
-@contextlib.contextmanager
 def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
     """A server's process ends as `step` begins to train. As step `at` does, the run waits for another one at its url."""
 
@@ -357,7 +345,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, step_changes,
-        killed_at, hurried_at, hurried_at_take, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip
