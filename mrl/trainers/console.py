@@ -19,7 +19,7 @@ from mrl.trainers.waits import WaitWatch, write_line
 CONSOLE_METRICS = (
     ("reward/mean", "reward", "{:z.3f}"),
     ("actor/sequence_kl", "sequence kl", "{:z.3g}"),
-    ("eval/accuracy", "accuracy", "{:.1%}"),
+    ("eval/accuracy", "accuracy", "{:z.4g}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
     ("distill/divergence", "divergence", "{:.4f}"),
@@ -52,17 +52,11 @@ WITHOUT_MARGIN = ("rewards/chosen", "rewards/rejected")
 WITHOUT_REWARDS = ("actor/sequence_kl",)
 """What is shown in place of the reward where nothing is rewarded, as in distillation."""
 
-HELD_OUT_REWARD = ("held-out reward", "{:z.4g}")
-"""The short name and the format of eval/accuracy where a value is neither 0 nor 1: percent would say nothing."""
-
 FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
 """What the end of a run shows from first to last."""
 
 SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
-
-PHASES, LONG_STEP_S = ("weights", "rollout_wait", "rollout", "reward", "log_probs", "update"), 60.0
-"""Phases of a step, and how long one takes whose line says what each of them took."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
 ETA_STEPS = 100
@@ -238,38 +232,15 @@ def _short(text: str, most: int) -> str:
 
 
 def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    return f"step {step}/{total_steps}  {_values(metrics)}{_phases(metrics)}"
-
-
-def _phases(metrics: Mapping[str, float]) -> str:
-    """Returns the share of each phase in a step of minutes; empty if one phase alone is measured."""
-    total_s = metrics.get("perf/step_s", 0.0)
-    if "perf/rollout_wait_s" in metrics:  # servers sample and score beside it
-        metrics = {name: value for name, value in metrics.items() if name not in ("perf/rollout_s", "perf/reward_s")}
-    shares = {name: metrics[f"perf/{name}_s"] / total_s for name in PHASES if total_s and f"perf/{name}_s" in metrics}
-    if total_s < LONG_STEP_S or len(shares) < 2:
-        return ""
-    return f" ({', '.join(f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.01)})"
-
-
-def _values(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in _shown([metrics]))
+    values = "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in _shown([metrics]))
+    return f"step {step}/{total_steps}  {values}"
 
 
 def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
     """Returns those of CONSOLE_METRICS in rows of metrics, without those that say nothing."""
     names = {name for row in rows for name in row}
     hidden = hidden_of(names)
-    shown = [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]
-    if all(map(_is_share, rows)):
-        return shown
-    short, form = HELD_OUT_REWARD
-    return [(entry[0], short, form) if entry[0] == "eval/accuracy" else entry for entry in shown]
-
-
-def _is_share(metrics: Mapping[str, float]) -> bool:
-    """Returns whether eval/accuracy is a share of the prompts, if there is one. Rows of older runs lack eval/binary."""
-    return bool(metrics.get("eval/binary", 0 <= metrics.get("eval/accuracy", 0) <= 1))
+    return [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]
 
 
 def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:

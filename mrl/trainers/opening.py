@@ -38,9 +38,8 @@ def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int
     if rows is None:
         console.say(f"data.train: a stream; {length}")
         return
-    epochs = steps / per_epoch
-    epochs = round(epochs, 2) if epochs >= 0.1 else float(f"{epochs:.2g}")
-    console.say(f"data.train: {pluralize(rows, 'row')}; {length}, which are {pluralize(epochs, 'epoch')}")
+    epochs = pluralize(float(f"{steps / per_epoch:.3g}"), "epoch")
+    console.say(f"data.train: {pluralize(rows, 'row')}; {length}, which are {epochs}")
 
 
 def say_model(console: Console, role: str, engine: BaseEngine) -> None:

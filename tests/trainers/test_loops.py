@@ -158,12 +158,12 @@ def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     assert made == [False, True, False, False, True] and progress.best == 0.4
 
 
-def test_scores_are_shown_in_the_order_of_their_sequences():
+def test_scores_are_shown_in_the_order_of_their_sequences(monkeypatch):
     order, seen = epoch_order(7, 3, 0, 6), []
-    notes = there(note=lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
+    monkeypatch.setattr(prepare, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
     trainer = there(
-        config=there(seed=7, train=there(guards=False)), recipe=None, equal_rewards=notes,
-        token_limit=there(note=lambda trajectories: None), console=there(), progress=Progress(step=1),
+        config=there(seed=7, train=there(guards=False)), recipe=None, said_equal_rewards=False, console=there(),
+        progress=Progress(step=1),
     )  # fmt: skip
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
     prepare.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))

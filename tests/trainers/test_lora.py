@@ -22,6 +22,7 @@ from mrl.launch import preflight
 from mrl.launch.preflight import read_model_config
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine, train
@@ -182,11 +183,10 @@ def rl_config(rl_inputs, output, **changes):
 def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
     """No second model is held; the KL of the first rollout is exactly 0 (a guard), and not after a step."""
     config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4}, actor={"engine": engine("megatron", tp=2)})
-    said = train(config, WORLD)
+    train(config, WORLD)
     rows = tiny_policies.metrics_of(tmp_path / "run")
     kls = [row["actor/sequence_kl"] for row in rows if "actor/sequence_kl" in row]
     assert kls[0] == 0.0 and kls[1] != 0.0
-    assert "second copy" not in said
     assert (tmp_path / "run" / "hf" / "adapter_model.safetensors").is_file()
     plain = tiny_policies.merge(config, {"output_dir": str(tmp_path / "plain"), "actor": {"model": {"lora": None}}})
     case = "tests.trainers.rl.cases:held_by_role"
@@ -200,13 +200,12 @@ def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "key"),
-    [({"update_every": 2}, "reference.update_every"), ({"engine": engine(size=2)}, "reference.engine")],
+    "reference", slow_but([{"update_every": 2}], [{"update_every": 2}, {"engine": engine(size=2)}])
 )
-def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference, key):
+def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference):
     """An updated one takes the actor's merged weights."""
     config = rl_config(rl_inputs, tmp_path / "run", reference=reference, train={"steps": 4})
-    assert f"reference: is a second copy of the model, since {key} is set" in train(config)
+    train(config)
     kls = [row["actor/sequence_kl"] for row in tiny_policies.metrics_of(tmp_path / "run") if "actor/sequence_kl" in row]
     assert abs(kls[0]) < 1e-5 and (abs(kls[1]) < 1e-4) == ("update_every" in reference), kls
 

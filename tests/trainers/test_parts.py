@@ -37,14 +37,12 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 # ------------------------------------------------------------------------------------------------------------- console
 
 
-@pytest.mark.parametrize(
-    ("steps", "epochs"), [(1, "0.0036 epochs"), (50, "0.18 epochs"), (281, "1 epoch"), (900, "3.2 epochs"), (9000, "32.03 epochs")]
-)  # fmt: skip
-def test_the_length_of_a_run_is_never_zero_epochs(steps, epochs):
+def test_the_length_of_a_run_is_never_zero_epochs():
     said = []
-    shows = types.SimpleNamespace(say=said.append)
-    say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
-    assert said[0].endswith(f"of 32 samples, which are {epochs}")
+    for steps in (1, 281, 9000):
+        shows = types.SimpleNamespace(say=said.append)
+        say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
+    assert [line.partition("which are ")[2] for line in said] == ["0.00356 epochs", "1 epoch", "32 epochs"]
 
 
 OF_RL = (
@@ -60,7 +58,7 @@ LINES = [
     # a policy's loss and training's tokens per second say nothing
     (
         METRICS | dict.fromkeys(OF_RL, 0.25) | {"actor/ratio": 1.0},
-        "reward 0.250  accuracy 25.0%  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
+        "reward 0.250  accuracy 0.25  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
         "length 0  lr 1e-05  mfu 42.1%  seconds 0.2  eta 0:00:01",
     ),
     # the KL of sequences where nothing is rewarded
@@ -80,31 +78,16 @@ def test_a_line_of_a_step_shows_what_the_run_is_about(capsys, metrics, line):
     assert capsys.readouterr().out == f"step 5/10  {line}\n"
 
 
-def test_percent_is_of_rewards_that_are_0_or_1_alone(capsys):
-    """A mean of 0.75 is no share where values are 0.5 and 1."""
-    plain = console.open_console("plain", enabled=True)
-    plain.start(1, 10)
-    for row in (*OTHER, SHARE):
-        plain.step(2, row)
-    shown = ["held-out reward 0.751", "held-out reward 5.76", "accuracy 50.0%"]
-    assert capsys.readouterr().out.splitlines() == [f"step 2/10  {words}  eta -" for words in shown]
-
-
-OTHER = [{"eval/accuracy": 0.751, "eval/binary": 0.0}, {"eval/accuracy": 5.76, "eval/binary": 0.0}]
-SHARE = {"eval/accuracy": 0.5, "eval/binary": 1.0}
 REWARDED = [{"eval/accuracy": 0.245}, {"reward/mean": 0.3, "train/loss": 0.0, "actor/loss": 0.0}, {"actor/loss": 0.0}]
 
 
 @pytest.mark.parametrize(
     "rows, words",
     [
-        ([*REWARDED, {"reward/mean": 0.7, "eval/accuracy": 0.66}], "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"),
+        ([*REWARDED, {"reward/mean": 0.7, "eval/accuracy": 0.66}], "reward 0.300 -> 0.700, accuracy 0.245 -> 0.66"),
         ([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}], "loss 2.0000 -> 1.0000, eval 1.5000"),
         ([DISTILLED, DISTILLED | {"actor/sequence_kl": 41.0}], "sequence kl 43.2 -> 41"),
         ([DISTILLED, {"reward/mean": 0.5}], "reward 0.500"),
-        (OTHER, "held-out reward 0.751 -> 5.76"),
-        ([SHARE, OTHER[0]], "held-out reward 0.5 -> 0.751"),  # it stays a number once one evaluation had others
-        ([{"eval/accuracy": 5.76}], "held-out reward 5.76"),  # of a run of an older version
         ([], ""),
     ],
 )
@@ -145,19 +128,17 @@ def test_no_wait_is_without_a_word(capsys):
     watch = waits.WaitWatch(lambda line: None)
     watch.doing("evaluating")
     began_s = watch._began_s
-    words = {s: watch.word(began_s + s) for s in (4, 5.5, 14, 15.5, 29, 31, 59, 61, 119, 121)}
-    assert {s: word for s, word in words.items() if word} == {
-        s: f"evaluating ({s:.0f} s so far)" for s in (5.5, 15.5, 31, 61, 121)
-    }
+    words = [watch.word(began_s + s) for s in (14, 15.5, 30, 31)]
+    assert words == [None, "evaluating (16 s so far)", None, "evaluating (31 s so far)"]
     watch.detail("3 of 8 prompts")
     watch.reset()
     later_s = watch._silent_since_s
-    assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
+    assert watch.word(later_s + 14.9) is None and watch.word(later_s + 15.1).startswith("evaluating: 3 of 8 prompts (")
     watch.close(), watch.close()
 
 
 def test_a_wait_outlives_an_output_that_nobody_reads(monkeypatch):
-    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 0.0))
+    monkeypatch.setattr(waits, "SILENCE_S", 0.0)
     written, uncaught, both = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
 
@@ -182,7 +163,7 @@ def test_garbage_is_looked_for_less_often_in_a_wait_and_as_before_after_it():
 
 
 def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
-    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 60.0))
+    monkeypatch.setattr(waits, "SILENCE_S", 0.0)
     plain = console.open_console("plain", enabled=True)
     plain.doing("sampling")
     plain.generated(0, 0)  # fewer completions than replicas
@@ -194,7 +175,7 @@ def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
         if seen:
             break
     plain.close()
-    assert seen == "sampling: 25% of the completions are whole (0 s so far)\n"
+    assert seen.startswith("sampling: 25% of the completions are whole (0 s so far)\n")
 
 
 def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
@@ -205,16 +186,6 @@ def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
     assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == [
         f"step {step}" for step in (3, 4, 6, 8, 11)
     ]
-
-
-def test_a_step_of_minutes_says_what_its_phases_took(capsys):
-    plain = console.open_console("plain", enabled=True)
-    plain.start(0, 9)
-    phases = {"perf/rollout_s": 90.0, "perf/update_s": 29.5, "perf/reward_s": 0.5}
-    plain.step(1, {"perf/step_s": 120.0} | phases)
-    plain.step(2, {"perf/step_s": 12.0} | phases)
-    first, second = capsys.readouterr().out.splitlines()
-    assert "seconds 120.0 (rollout 75%, update 25%)  eta" in first and "(" not in second
 
 
 def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():

@@ -12,7 +12,6 @@ from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
 from mrl.config.roles import rewrite_role_error_keys
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import OnMain
-from mrl.rewards import scorer as scoring
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores
 from mrl.rewards.text import Row
@@ -124,16 +123,6 @@ def scoring_of(trainer: Trainer, folders: Mapping[str, str], first: Sequence[tup
     )  # fmt: skip
     trainer.closing.callback(scores.close)
     return scores
-
-
-def by_sample(scores: Scores, index: int) -> dict[str, float]:
-    """Returns the parts of one sample, by label."""
-    return {label: values[index] for label, values in scores.parts.items()}
-
-
-def metrics(scores: Scores) -> dict[str, float]:
-    """`reward/mean`, `reward/std`, the same by label, `reward/faults`."""
-    return scoring.metrics(scores)
 
 
 def select(scores: Scores, indices: Sequence[int]) -> Scores:

@@ -136,12 +136,6 @@ def references_of(trainer: Trainer, folders: Mapping[str, str], recipe: Recipe) 
     config, dispatch = trainer.config, trainer.dispatch
     if not recipe.needs_reference:
         return None
-    if (
-        config.actor.model.lora is not None
-        and "reference" in dispatch.engines
-        and config.algorithm.name not in OPD_NAMES
-    ):
-        trainer.console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
     same_layout = _same_layout(config, folders)
     asked = {role: _asked(config, role, folders.get(role, folders["actor"]), dispatch) for role in teachers_of(config)}
     keys = config.algorithm.distill
@@ -169,19 +163,6 @@ def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) 
     tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code)
     dispatch.on_main(lambda: server.check_tokenizer(tokenizer))
     return ask_server(dispatch, server)
-
-
-def _why_not_base(config: PPOConfig) -> str:
-    """Names the key that keeps the reference from being the actor with its adapters off."""
-    own = config.reference
-    given = {
-        "reference.model.path": own.model.path,
-        "reference.model.dtype": own.model.dtype,
-        "reference.engine": own.engine,
-        "reference.update_every": own.update_every,
-    }
-    key = next(key for key, value in given.items() if value is not None)
-    return f"since {key} is set; where it is null the actor without its adapters is the reference"
 
 
 def _same_layout(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:

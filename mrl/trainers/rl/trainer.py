@@ -35,7 +35,6 @@ from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
-from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from mrl.trainers.rl.prompts import PromptsTask
 from mrl.trainers.rl.roles import make_dispatch, role_fingerprints, role_folder, set_total_steps
 from mrl.trainers.rl.samplers import open_rollouts
@@ -68,7 +67,7 @@ class PPOTrainer(Trainer):
         super().__init__(config, console, closing)
         self.experience: Experience | None = None  # of the iteration at hand; None at the start of one
         self._ranks_url = ranks_url
-        self.equal_rewards, self.token_limit = EqualRewards(), TokenLimit(config.rollout.max_new_tokens)
+        self.said_equal_rewards = False
         console.doing("reading the models' folders and the data")
         self._open_models()
         task, folder = PromptsTask(config), self.folders["actor"]

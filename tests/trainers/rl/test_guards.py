@@ -9,12 +9,7 @@ import re
 import shutil
 
 import pytest
-import torch
 
-from mrl.algorithms.recipes import RECIPES
-from mrl.batch import Batch
-from mrl.rollout.base import Trajectory
-from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
 from tests.trainers.rl import tiny_policies
@@ -155,38 +150,8 @@ def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     ended, message, said = train(config)
     assert (ended, message) == ("done", "")
     lines = [line for line in said.splitlines() if "rewards are equal" in line]
-    expected = "step 1: every group's rewards are equal: this rollout trains nothing but the KL; if it stays so, "
+    expected = "step 1: every group's rewards are equal: this rollout trains nothing by rewards; if it stays so, "
     assert len(lines) == (name == "grpo") and all(line.startswith(expected) for line in lines), said
-
-
-def test_equal_rewards_are_said_once_and_of_every_tenth_rollout_in_a_row():
-    fields = {"sequence_fields": {"groups": torch.tensor([0, 0])}}
-    tokens, zeros = torch.ones(4, dtype=torch.int64), torch.zeros(4)
-    batch = Batch(tokens, tokens, torch.ones(4), torch.tensor([2, 2]), {"advantages": zeros}, **fields)
-    notices, scores_S = EqualRewards(), torch.tensor([0.1, 0.1], dtype=torch.float64)
-    said = [bool(notices.note(batch, scores_S, RECIPES["dr_grpo"])) for _ in range(21)]
-    assert [i for i, line in enumerate(said) if line] == [0, 9, 19]
-    assert notices.note(batch, torch.tensor([0.1, 0.2]), RECIPES["dr_grpo"]) is None
-    assert not any(notices.note(batch, scores_S, RECIPES["dr_grpo"]) for _ in range(9)), "ten in a row begin anew"
-    assert "(10 rollouts in a row)" in notices.note(batch, scores_S, RECIPES["dr_grpo"])
-
-
-def test_conversations_that_end_by_the_limit_of_tokens_are_told_of():
-    def conversations(*cut_by):
-        words = [{"role": "assistant", "content": "x"}]
-        return [Trajectory(None, 0, [1, 2], [0, 1], [0.0, -1.0], "x", c is None, 1, 0.0, words, c) for c in cut_by]
-
-    notices = TokenLimit(max_new_tokens=64)
-    most, half = conversations("tokens", "tokens", None), conversations("tokens", "tokens", None, "turns")
-    assert notices.note(half) is None
-    assert notices.note(most) == (
-        "2 of 3 conversations ended by the limit of tokens: rollout.max_new_tokens 64 counts observations too; raise it, or "
-        "make turns and observations shorter (rollout.max_turn_tokens, max_turns)"
-    )
-    assert [i for i in range(2, 21) if notices.note(most)] == [10, 20]
-    assert "(10 rollouts in a row)" not in (notices.note(half) or "")
-    alone = [Trajectory(None, 0, [1, 2], [0, 1], [0.0, -1.0], "x", False, cut_by="tokens")]
-    assert TokenLimit(max_new_tokens=1).note(alone) is None, "it is of conversations"
 
 
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
