@@ -10,16 +10,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.checks import check_batch, check_schedule
+from mrl.config.checks import check_schedule
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import ModelConfig
 from mrl.config.stream_checks import streamed_keys
-from mrl.data.batches import BatchSource, steps_for_epochs
-from mrl.data.dataset import RowDataset
-from mrl.data.mixture import MixedDataset, notes_of_rows
-from mrl.data.stream import count_usable, may_leave_out
+from mrl.data.batches import BatchSource
+from mrl.data.mixture import notes_of_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.collective import OnMainInThread
@@ -32,7 +30,7 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import load_newest, say_all, say_mtp_layers
 from mrl.trainers.console import Console
 from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.mixture_length import length_of_mixture
+from mrl.trainers.length import length_of
 from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.run_directory import StartState
 from mrl.trainers.saves import CheckpointSaver, check_background
@@ -42,7 +40,6 @@ from mrl.trainers.throughput import Throughput
 from mrl.trainers.trainer import Trainer, console_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.hub import check_same_model, model_fingerprint, model_folder
-from mrl.words import pluralize
 
 
 class RowsTrainer(Trainer):
@@ -73,7 +70,10 @@ class RowsTrainer(Trainer):
         engine = build_engine(task.role(folder))
         check_background(config.checkpoint.background, {"engine.backend": engine})
         self.dispatch = WorkerDispatch({MODEL: engine}, offload_idle=False)
-        self.total_steps = length_of(config, train_set, console)
+        self.total_steps = length_of(
+            config, train_set, console, rows=config.train.global_batch_size,
+            check=functools.partial(check_schedule, config.optimizer),
+        )  # fmt: skip
         engine.set_total_steps(self.total_steps)
         self.saves = CheckpointSaver(engine.device)
         self.watch_signals("step")
@@ -187,39 +187,6 @@ def run_task(task: Task[Any], command_line: str = "") -> None:
     """
     with console_of(task.config) as console, contextlib.ExitStack() as closing:
         RowsTrainer(task, console, closing).run(loop, command_line)
-
-
-def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
-    """Returns steps of the run. If `train.epochs` sets them and rows may be left out, usable rows are counted first.
-
-    The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
-    """
-    if train_set.is_streamed:
-        return config.train.steps
-    rows, batch = len(train_set), config.train.global_batch_size
-    check_batch(batch, batch, rows)
-    if isinstance(train_set, MixedDataset):
-        check = functools.partial(check_schedule, config.optimizer)
-        return length_of_mixture(config, train_set, console, rows=batch, check=check)
-    if config.train.steps is not None:
-        return config.train.steps
-    epochs = 1.0 if config.train.epochs is None else config.train.epochs
-    usable = rows
-    counts: Mapping[str, int] = {}
-    if may_leave_out(config.data):
-        console.say(
-            f"data.train: counting which of its {pluralize(rows, 'row')} can be used, for the length of the run"
-        )
-        usable, counts = count_usable(train_set)
-    steps = steps_for_epochs(epochs, usable, batch)
-    length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
-    if usable < rows:
-        left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
-        console.say(
-            f"data.train: {usable} of its {pluralize(rows, 'row')} can be used ({left_out}), which makes {length}"
-        )
-    check_schedule(config.optimizer, steps, length)
-    return steps
 
 
 def loop(trainer: RowsTrainer) -> None:
