@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
@@ -20,13 +21,11 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
-from mrl.trainers.signals import StopSignal, signal_name
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.safetensors_io import shorten_list
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -174,7 +173,8 @@ def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: 
     """
     (number,) = dispatch.max_over_ranks(stop.number)
     state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
-    return Stopped(f"stopped by {signal_name(number)} {where}, {state}; run the same command again to go on")
+    name = signal.Signals(int(number)).name
+    return Stopped(f"stopped by {name} {where}, {state}; run the same command again to go on")
 
 
 def last_good(dispatch: WorkerDispatch, directory: RunDirectory, step: int) -> str:

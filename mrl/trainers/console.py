@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
 import sys
 import time
@@ -59,8 +58,6 @@ SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
-ETA_STEPS = 100
-"""How many of the last steps say how long the next ones will take."""
 
 
 class Console:
@@ -118,7 +115,7 @@ class PlainConsole(Console):
         self._clock = _Clock(step, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        eta = self._clock.eta(step, metrics)
+        eta = self._clock.eta(step)
         if self._clock.is_shown(step, metrics, self._every):
             self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {eta}")
 
@@ -156,7 +153,7 @@ class LiveConsole(Console):
         self._update(total=total_steps, completed=step, steps=f"step {step}/{total_steps}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        total, eta = self._clock.total_steps, self._clock.eta(step, metrics)
+        total, eta = self._clock.total_steps, self._clock.eta(step)
         if self._clock.is_shown(step, metrics, self._every):
             self.say(_line(step, total, metrics))
         self._update(completed=step, steps=f"step {step}/{total}", eta=f"eta {eta}")
@@ -199,25 +196,16 @@ def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool, every
 
 
 class _Clock:
-    """An estimate of the remaining time, from the steps that this process made and measured."""
+    """An estimate of the remaining time, from the steps that this process made since `start`."""
 
     def __init__(self, step: int, total_steps: int) -> None:
-        self.first, self.total_steps = step, total_steps
-        self._made: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_STEPS + 1)
+        self.first, self.total_steps, self._began_s = step, total_steps, time.monotonic()
 
-    def eta(self, step: int, metrics: Mapping[str, float]) -> str:
-        """h:mm:ss until the last step; "-" before there is a measured one. Call it once a step.
-
-        The first step counts with the seconds that it took itself, and no longer once there are others. Models, data
-        and a first evaluation come before it, and come once.
-        """
+    def eta(self, step: int) -> str:
+        """h:mm:ss until the last step; "-" before there is one."""
         if step == self.first:
             return "-"
-        self._made.append((step, time.monotonic()))
-        (first, began_s), (last, now_s) = self._made[0], self._made[-1]
-        per_step_s = (now_s - began_s) / (last - first) if last > first else metrics.get("perf/step_s")
-        if per_step_s is None:
-            return "-"
+        per_step_s = (time.monotonic() - self._began_s) / (step - self.first)
         return str(datetime.timedelta(seconds=round(per_step_s * (self.total_steps - step))))
 
     def is_shown(self, step: int, metrics: Mapping[str, float], every: int) -> bool:

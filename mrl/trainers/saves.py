@@ -69,17 +69,14 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Waits for the save under way, if any, and raises what went wrong with it."""
-        written_s = self.saver.finish()
-        self._written_s = self._written_s if written_s is None else written_s
+        self._written_s = self.saver.finish() or self._written_s
 
     def metrics(self) -> dict[str, float]:
         """Returns how long the save before this step held training up, and how long one that has ended was written.
         Raises what went wrong with it."""
-        metrics_of_save = {} if self._held_s is None else {"perf/save_held_s": self._held_s}
-        written_s = self.saver.poll()
-        written_s = self._written_s if written_s is None else written_s
+        seconds = {"perf/save_held_s": self._held_s, "perf/save_write_s": self.saver.poll() or self._written_s}
         self._held_s = self._written_s = None
-        return metrics_of_save if written_s is None else metrics_of_save | {"perf/save_write_s": written_s}
+        return {name: value for name, value in seconds.items() if value is not None}
 
     @contextlib.contextmanager
     def ended(self, console: Console) -> Iterator[None]:

@@ -70,13 +70,10 @@ class Teacher:
         with self._rewrite_error_keys():
             self.folder = model_folder(path, weights=server is None)
             self.tokenizer = own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
-            sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
+            own_config = read_hf_config(self.folder)
         check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, key, "model.path")
-        for size, of, which in zip(sizes, ("model.path", key), (self.config.model.path, path), strict=True):
-            if size is None:
-                why = "has no vocab_size in its config.json, which distillation compares"
-                raise ConfigError(of, quoted(which), why, "give a model that has")
-        self.vocab_size, self.own_vocab_size = (size or 0 for size in sizes)
+        self.vocab_size = known_vocab_size("model.path", self.config.model.path, hf_config)
+        self.own_vocab_size = known_vocab_size(key, path, own_config)
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -194,6 +191,15 @@ class Teachers:
         fields = {**batch.token_fields, TEACHER: log_probs}
         ctx = {"temperature": self.keys.temperature, "first_temperature": 1.0}
         return dataclasses.replace(batch, labels=labels, token_fields=fields, denominators=counts), ctx
+
+
+def known_vocab_size(key: str, path: str, hf_config: Mapping[str, Any]) -> int:
+    """Returns the rows of a model's embedding. Raises ConfigError where config.json has no number. path: of `key`."""
+    size = vocab_size_of(hf_config)
+    if size is None:
+        why = "has no vocab_size in its config.json, which distillation compares"
+        raise ConfigError(key, quoted(path), why, "give a model that has")
+    return size
 
 
 def _of_teacher(batch: Batch, number: int) -> Batch | None:

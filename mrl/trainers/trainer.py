@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,13 +55,6 @@ from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.words import pluralize
 
 
-class Evaluates(Protocol):
-    """Measures what the run has trained, on data.eval."""
-
-    def run(self, step: int) -> dict[str, float] | None:
-        """Returns metrics after `step`; None where a signal came first. Collective."""
-
-
 @contextlib.contextmanager
 def console_of(config: Any) -> Iterator[Console]:
     """Gives the console of a run, which is closed afterwards. Raises UserError where a package of `log` is missing."""
@@ -80,7 +73,7 @@ class Trainer(abc.ABC):
     dispatch: WorkerDispatch
     total_steps: int
     source: RowStream[Any]  # of data.train
-    evaluation: Evaluates | None  # None without data.eval
+    evaluation: Any  # an `Evaluation` of rows or prompts; None without data.eval
     stop: StopSignal
     saves: CheckpointSaver
     tokenizer: PreTrainedTokenizerBase  # the model's, with data.chat_template
@@ -237,8 +230,8 @@ class Trainer(abc.ABC):
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Returns metrics of the model after `step`; None where a signal came first."""
-        assert self.evaluation is not None, "nothing to evaluate on"
-        return self.evaluation.run(step)
+        measured: dict[str, float] | None = self.evaluation.run(step)
+        return measured
 
     def evaluate_before(self) -> None:
         """Evaluates the model before training, and writes the line of step 0."""

@@ -22,12 +22,12 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import engine_of, is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
-from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import Ask, ask_role, ask_server
 from mrl.roles.teacher_server import TeacherServer
+from mrl.trainers.teacher import known_vocab_size
 from mrl.trainers.trainer import Trainer
-from mrl.weights.hf_config import read_hf_config, vocab_size_of
+from mrl.weights.hf_config import read_hf_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +141,14 @@ def references_of(trainer: Trainer, folders: Mapping[str, str], recipe: Recipe) 
     keys = config.algorithm.distill
     if keys is None:
         return References(asked, same_layout=same_layout)
-    own, *others = (_vocab_size(config, role, folders[role]) for role in ("actor", *asked))
+    own, *others = (
+        known_vocab_size(f"{role}.model.path", model_of(config, role).path, read_hf_config(folders[role]))
+        for role in ("actor", *asked)
+    )
     ids = tuple(min(keys.top_k or size, size) for size in others)
     tail = not all(count == size == own for count, size in zip(ids, others, strict=True))
     distill = TeacherDivergence(kind=keys.loss, beta=keys.resolved_beta, tail=tail)
     return References(asked, ids, distill, own, same_layout)
-
-
-def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
-    size = vocab_size_of(read_hf_config(folder))
-    if size is None:
-        why = "has no vocab_size in its config.json, which distillation compares"
-        raise ConfigError(f"{role}.model.path", quoted(model_of(config, role).path), why, "give a model that has")
-    return size
 
 
 def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) -> Ask:
