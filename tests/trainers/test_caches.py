@@ -13,7 +13,7 @@ from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 from mrl.trainers.caches import RowCache, with_precision
 from tests.engine.harness import Case, run_case, run_world
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers import test_distill, test_dpo, tiny_runs
 
 of_teachers, of_references = test_distill.places, test_dpo.places
@@ -132,7 +132,7 @@ def known(output_dir: pathlib.Path) -> dict[bytes, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command, world", slow_but([("sft", 1)], [("sft", 1), ("dpo", 2)]))
+@pytest.mark.parametrize("command, world", nightly_but([("sft", 1)], [("sft", 1), ("dpo", 2)]))
 def test_a_pass_that_is_stopped_and_killed_goes_on_to_the_bit(request, tmp_path, command, world):
     """A signal to the last rank before the third batch, then SIGKILL in the middle of a file: nothing that was written is
     asked for again."""

@@ -16,7 +16,7 @@ from mrl.data.preferences import PreferenceDataset
 from tests.convert.cases import load_folder
 from tests.engine import mtp
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import test_dpo, tiny_runs
 
 ROWS, STEPS = 4, 2
@@ -53,7 +53,7 @@ def run(places, output, command="dpo", *, loss="dpo", world=1, engine=None, data
     return said, tiny_runs.steps(output), load_folder(str(output / "hf"))
 
 
-@pytest.mark.parametrize("case", slow_but(["pairs"], LAYOUTS))
+@pytest.mark.parametrize("case", in_tiers(["pairs"], ["simpo, pp2, padded"], LAYOUTS))
 def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places, tmp_path, case):
     loss, world, engine, data = LAYOUTS[case]
     how = {"loss": loss, "world": world, "engine": engine, "data": data}

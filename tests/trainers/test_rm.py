@@ -22,7 +22,7 @@ from mrl.data.scored import ScoredDataset, ScoredRow
 from mrl.metric_names import DPO_METRICS, RM_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import EXPERTS, weights_of
 from tests.trainers.tiny_runs import adamw_numbers, assert_goes_on_to_the_bit, numbers, write_rows
@@ -151,7 +151,7 @@ LAYOUTS = {  # processes, engine, data
 PAIRS = [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)]
 
 
-@pytest.mark.parametrize("layout, loss", slow_but(PAIRS[2:4], PAIRS))
+@pytest.mark.parametrize("layout, loss", in_tiers(PAIRS[2:4], [PAIRS[5]], PAIRS))
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, loss):
     world, engine, data = LAYOUTS[layout]
     engine = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine}
@@ -190,7 +190,7 @@ ADAPTERS = {"rank": 4, "dropout": 0.1, "export": "merged"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss, lora", slow_but([("steps", None)], [("steps", None), ("regression", ADAPTERS)]))
+@pytest.mark.parametrize("loss, lora", nightly_but([("steps", None)], [("steps", None), ("regression", ADAPTERS)]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, lora):
     """With adapters the checkpoint holds the head beside them."""
     same = {"data": {"shuffle": True}, "engine": {**MEGATRON, "parallel": {"tp": 2}}, "checkpoint": {"export_hf": True}}

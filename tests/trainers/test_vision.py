@@ -23,7 +23,7 @@ from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
 from tests.engine.harness import run_case
 from tests.engine.tiny_vision import make_vision_model
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers import test_dpo, tiny_runs
 from tests.trainers.test_dpo import oracle
 from tests.trainers.tiny_runs import assert_goes_on_to_the_bit, numbers, write_rows
@@ -170,7 +170,7 @@ def preference_config(folder: pathlib.Path, output_dir: pathlib.Path, loss: str,
 
 @pytest.mark.parametrize(
     ("name", "world", "changes"),
-    slow_but(
+    nightly_but(
         [("dpo", 1, {"reference": {"cache": True}})],
         [
             ("dpo", 1, {"reference": {"cache": True}}),

@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -31,7 +31,7 @@ def fails(config, world=1, **kwargs):
 
 
 def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path):
-    """Such a run starts again, and without guards it goes on."""
+    """Such a run starts again."""
     config = tiny_policies.make_config(inputs, tmp_path / "run", actor={"engine": engine("megatron", tp=2)})
     off, log = {"happening": "sampler_is_off", "temperature": 0.9}, tmp_path / "run" / "metrics.jsonl"
     message = fails(config, 2, **off)
@@ -39,9 +39,6 @@ def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path):
     assert re.match(pattern, message)
     assert message.endswith("report this, or set train.guards to false to go on")
     assert not log.exists() or tiny_policies.metrics_of(tmp_path / "run") == []
-    unguarded = tiny_policies.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
-    assert train(unguarded, 2, **off)[0] == "done"
-    assert tiny_policies.metrics_of(tmp_path / "unguarded")[0]["rollout/logprob_gap_max"] > 1e-2
     assert train(config, 2)[0] == "done"
     assert tiny_policies.metrics_of(tmp_path / "run")[0]["rollout/logprob_gap_max"] < 1e-5
 
@@ -134,15 +131,12 @@ def test_a_fault_in_the_second_step_leaves_the_checkpoint_of_the_first(inputs, t
     assert message.startswith("step 2: the step did not train the critic as it should: ") and "gate_proj" in message
     assert message.endswith(f"; {tmp_path / 'run' / 'checkpoints' / 'step_00000001'} holds the very state that failed")
     assert train(config)[0] == "done"
-    whole = tiny_policies.merge(config, {"output_dir": str(tmp_path / "whole")})
-    assert train(whole)[0] == "done"
-    assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
 
 
 # -- what is right ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
+@pytest.mark.parametrize("name", nightly_but(["grpo"], ["grpo", "ppo"]))
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = tiny_policies.make_config(
         inputs, tmp_path / "run", name, rewards=tiny_policies.rewards_by(tmp_path, "return 0.0"), train={"steps": 4}

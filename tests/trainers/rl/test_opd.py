@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.config.ppo_checks import REWARD_METRICS
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_by_hand import log_probs_and_entropy
 from tests.trainers.rl.test_layouts import FSDP, MEGATRON, check_equal, run_once  # noqa: F401  # a fixture
@@ -57,7 +57,7 @@ SAMPLED = {  # engines of actor and teacher
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", SAMPLED)
+@pytest.mark.parametrize("layout", nightly_but(["actor tp2, teacher pp2"], SAMPLED))
 def test_an_iteration_is_the_same_everywhere(run_once, inputs, layout):  # noqa: F811
     check_equal(run_once, inputs, "opd", "model", layout, SAMPLED[layout], 2)
 
@@ -168,7 +168,7 @@ BY_ROW = {
 """Loss -> processes, and the engines of actor, reference, and second teacher; None: the actor's."""
 
 
-@pytest.mark.parametrize("loss", slow_but(["reverse_kl"], BY_ROW))
+@pytest.mark.parametrize("loss", in_tiers(["reverse_kl"], ["forward_kl"], BY_ROW))
 def test_each_row_learns_from_the_teacher_that_it_names(inputs, tmp_path, loss):
     """The second teacher has experts; as many rows as not name it."""
     world, actor, reference, second = BY_ROW[loss]

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -43,7 +43,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(["gspo, corrected, tp2"], CASES))
+@pytest.mark.parametrize("case", nightly_but(["gspo, corrected, tp2"], CASES))
 def test_the_run_is_the_one_with_a_forward_before_each_step(inputs, tmp_path, case):
     name, world, changes = CASES[case]
     train(single(inputs, tmp_path / "before", name, **changes), world, happening="old_log_probs_come_first")
