@@ -122,11 +122,5 @@ def test_reinforce_pp_baseline(case):
     assert close(got, whiten_oracle(case.spread(above), case.masks), 1e-7)
 
 
-def test_an_estimator_without_what_it_needs_is_refused():
-    rollout = AdvantageInputs(rewards_T=torch.ones(1), mask_T=torch.ones(1), lengths_S=torch.tensor([1]))
-    with pytest.raises(AssertionError, match="without values_T"):
-        recipes.advantages(recipes.recipe("ppo"), rollout)
-
-
 def test_the_names_that_config_lists_are_those_of_the_recipes():
     assert tuple(recipes.RECIPES) == ALGORITHMS

@@ -10,6 +10,7 @@ from mrl.convert.exporting import export_adapter, export_hf
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import say_other_ends
 from mrl.trainers.console import open_console
+from mrl.weights.tokenizer_files import add_end_tokens
 from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
@@ -90,19 +91,11 @@ def test_a_policy_stops_at_the_end_of_its_turn(tmp_path):
 
 
 def test_a_model_that_names_no_end_keeps_what_transformers_takes_from_config_json(tmp_path):
-    from mrl.weights.tokenizer_files import add_end_tokens
-
-    for fields, own, ends in (
-        ({"eos_token_id": 7}, [7], [7, 3]),
-        ({"eos_token_id": [7, 8]}, [8], [7, 8, 3]),
-        ({}, [1], [1, 3]),
-    ):
+    for fields, own, ends in (({"eos_token_id": [7, 8]}, [8], [7, 8, 3]), ({}, [1], [1, 3])):
         (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4, "pad_token_id": 0, **fields}))
         add_end_tokens(tmp_path, tmp_path, own, [3])
-        assert json.loads((tmp_path / "generation_config.json").read_text()) == {
-            "pad_token_id": 0,
-            "eos_token_id": ends,
-        }
+        written = json.loads((tmp_path / "generation_config.json").read_text())
+        assert written == {"pad_token_id": 0, "eos_token_id": ends}
         (tmp_path / "generation_config.json").unlink()
     add_end_tokens(tmp_path, tmp_path, [1], [])
     assert not (tmp_path / "generation_config.json").exists()

@@ -134,21 +134,6 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     assert sum("layer_spec" in line for line in said) == 1
 
 
-def test_a_resume_keeps_its_checkpoints_choices_before_models_are_built(tmp_path):
-    config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path)}), PPOConfig)
-    for checkpoint in ("step_00000004", None):
-        calls = []
-        dispatch = there(
-            keep_choices=calls.append, init_model=lambda calls=calls: calls.append("built") or 1 / 0, engines={}
-        )
-        trainer = trainer_of(
-            PPOTrainer, config=config, dispatch=dispatch, console=there(say=calls.append, doing=lambda what: None)
-        )
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(StartState(checkpoint, 4, ""), None, "")
-        assert calls == [*filter(None, [checkpoint]), "built"]
-
-
 def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     checkpoint = {"best": "reward/mean", "best_is": "lowest"}
     config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
@@ -281,9 +266,3 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
         common.log_without_evaluation(ranks, log, progress)
         assert progress.logged == logged
     assert written == [(4, 1.0), "synced", "synced"]
-
-
-def test_many_problems_are_the_first_ten_and_a_number():
-    problems = [Problem(FaultKind.UNCHANGED, name) for name in "abcdefghijkl"]
-    assert common.problems_in_words(problems).endswith(f"{problems[9]}; and 2 more")
-    assert common.problems_in_words(problems[:10]).endswith(str(problems[9]))

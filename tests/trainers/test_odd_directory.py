@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 
 import pytest
 
@@ -81,19 +80,6 @@ def test_a_marker_names_no_file_outside(tmp_path, name):
     marker.write_text(json.dumps(fields | {"files": {name: {"size": 0, "crc32": 0}}}))
     with pytest.raises(CheckpointError, match="foreign: COMPLETE"):
         atomic_checkpoint.validate(path)
-
-
-@pytest.mark.parametrize("prefix", [".tmp-", ".trash-"])
-def test_leftovers_that_are_no_folders_are_removed(tmp_path, prefix):
-    save(tmp_path, 1)
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept/file").touch()
-    (tmp_path / f"{prefix}step_00000001").symlink_to(tmp_path / "kept")
-    (tmp_path / f"{prefix}step_00000002").touch()
-    (tmp_path / f"{prefix}step_00000003").symlink_to(tmp_path / "nowhere")
-    save(tmp_path, 2, keep=1)
-    shutil.rmtree(tmp_path / "kept")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
 
 
 @pytest.mark.parametrize("name", ["", "/COMPLETE"])

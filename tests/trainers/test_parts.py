@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import os
 import pathlib
 import re
 import signal
+import subprocess
 import threading
 import time
 import types
@@ -18,15 +17,12 @@ import mrl
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.data.prompts import Prompt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
-from mrl.rewards.scorer import Scores
-from mrl.rollout.base import Trajectory
 from mrl.trainers import console, waits
 from mrl.trainers.common import say_left_out
 from mrl.trainers.opening import say_length
-from mrl.trainers.rl.show import is_due, table
+from mrl.trainers.rl.show import is_due
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 from tests.config.test_load import BASE, PPO_BASE
@@ -95,25 +91,6 @@ def test_the_end_says_what_metrics_came_to(rows, words):
     assert console.figures(rows) == words
 
 
-def test_a_conversation_is_shown_with_who_said_what(capsys):
-    words = [("assistant", "4+4?"), ("tool", "8"), ("assistant", "It is 8.")]
-    talk = [{"role": role, "content": text} for role, text in words]
-    prompt = Prompt(0, "train.jsonl:1", {}, "2*4", [1])
-    made = Trajectory(prompt, 0, [1, 2], [0, 1], [0.0, -1.0], "4+4?\n\nIt is 8.", True, 2, 1.0, talk)
-    console.open_console("plain", enabled=True).samples(1, table([made], Scores((1.0,), {}), 1))
-    assert "'2*4' -> 'assistant: 4+4?\\ntool: 8\\nassistant: It is 8.'" in capsys.readouterr().out
-
-
-def test_samples_of_a_run_without_rewards_have_none(capsys):
-    """On-policy distillation alone: functions of weight 0 measure, and a terminal shows them."""
-    made = Trajectory(Prompt(0, "a:1", {}, "2*4", [1]), 0, [1, 2], [0, 1], [0.0, -1.0], "9", True, 2, 1.0, None)
-    shown = table([made], Scores((0.0,), {"exact_match": (1.0,)}), 1, rewarded=False)
-    console.open_console("plain", enabled=True).samples(1, shown)
-    assert capsys.readouterr().out == "  '2*4' -> '9'\n"
-    console.LiveConsole().samples(1, shown)
-    assert re.findall(r"\w+ \d\.\d{3}", capsys.readouterr().out) == ["exact_match 1.000"]
-
-
 def test_the_eta_is_that_of_measured_steps(monkeypatch):
     now_s = iter([100.0, 109.0, 111.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
@@ -149,14 +126,6 @@ def test_a_wait_outlives_an_output_that_nobody_reads(monkeypatch):
     watch.doing("evaluating")
     assert both.wait(30) and not uncaught
     watch.close()
-
-
-def test_garbage_is_looked_for_less_often_in_a_wait_and_as_before_after_it():
-    before = gc.get_threshold()
-    with pytest.raises(KeyboardInterrupt), waits.announce("loading", shows=False):
-        assert gc.get_threshold() == (100_000, *before[1:])
-        raise KeyboardInterrupt
-    assert gc.get_threshold() == before
 
 
 def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
@@ -231,23 +200,6 @@ def test_the_live_console_keeps_a_line_per_step_above_a_bar_and_ends_twice(monke
     assert "a line [bold]as it is[/bold]" in lines
     kept = [line for line in lines if line.startswith("step ")]
     assert kept[0].startswith("step 1/2  loss 1.2346  eval 0.5000") and kept[1].startswith("step 2/2  loss 1.2346")
-
-
-def test_a_line_is_written_in_one_piece(monkeypatch):
-    """A signal that comes meanwhile says its own line before or after it, on an unbuffered stdout too."""
-    written = []
-
-    class Pipe(io.RawIOBase):
-        def writable(self):
-            return True
-
-        def write(self, data):
-            written.append(bytes(data))
-            return len(data)
-
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(Pipe(), write_through=True))
-    console.PlainConsole().say("step 1/2")
-    assert written == [b"step 1/2\n"]
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
@@ -333,14 +285,6 @@ def test_the_run_of_another_command_is_not_gone_on_with(tmp_path):
         choose_start(RunDirectory(tmp_path), config)
 
 
-def test_an_empty_directory_starts_at_the_beginning(tmp_path):
-    for resume in ("auto", "never"):
-        start = start_of(tmp_path / "new", checkpoint={"resume": resume})
-        assert (start.checkpoint, start.step) == (None, 0)
-    (tmp_path / "logs").mkdir()  # the launcher's
-    assert start_of(tmp_path, checkpoint={"resume": "never"}).checkpoint is None
-
-
 def test_auto_takes_the_newest_whole_checkpoint_and_says_so(tmp_path):
     make_checkpoint(tmp_path / "checkpoints", 10)
     newest = make_checkpoint(tmp_path / "checkpoints", 20)
@@ -406,27 +350,16 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):
 
 
 def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
-    """That of the working directory, and of mrl's own checkout; where mrl has none, its version."""
-    import subprocess
-
+    """That of the working directory, and of mrl's own checkout; a wheel's folder may lie below somebody else's."""
     monkeypatch.chdir(tmp_path)
-    own = pathlib.Path(mrl.__file__).parents[1]
-    line = ["git", "-C", str(own), "rev-parse", "HEAD"]
-    of_mrl = subprocess.run(line, capture_output=True, text=True).stdout.strip() if (own / ".git").exists() else "none"
+    (tmp_path / "site" / "mrl").mkdir(parents=True)
+    monkeypatch.setattr(mrl, "__file__", str(tmp_path / "site" / "mrl" / "__init__.py"))
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml train.steps=3")
-    head, _, rest = (
-        (tmp_path / "config.yaml").read_text().partition(f"# git: not a git repository\n# git of mrl: {of_mrl}, ")
-    )
-    assert head and rest.splitlines()[1] == "# command: mrl sft c.yaml train.steps=3"
+    says = f"# git: not a git repository\n# git of mrl: none, version {mrl.__version__}\n# command: mrl sft c.yaml train.steps=3"
+    assert says in (tmp_path / "config.yaml").read_text()
     identity = ["-c", "user.name=n", "-c", "user.email=e@e", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "config.yaml"], [*identity, "commit", "-qm", "x"]):
         subprocess.run(["git", *command], check=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
-    (tmp_path / "site" / "mrl").mkdir(parents=True)  # a wheel's folder, below the repository of somebody else
-    monkeypatch.setattr(mrl, "__file__", str(tmp_path / "site" / "mrl" / "__init__.py"))
-    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git of mrl: none, version {mrl.__version__}\n" in (tmp_path / "config.yaml").read_text()
+    assert ", 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
