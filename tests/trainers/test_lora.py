@@ -12,9 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mrl.config.command import record
+from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig
 from mrl.config.schema import LoraConfig, ModelConfig
 from mrl.convert.exporting import export_hf
 from mrl.errors import ModelError
+from mrl.launch import preflight
 from mrl.launch.preflight import read_model_config
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -127,6 +131,18 @@ def test_adapters_as_actor_and_reward_model_are_their_merged_models(rl_inputs, t
     assert len(list((runs[""] / "merged").iterdir())) == 2
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_an_adapter_as_actor_passes_the_checks_before_a_run(rl_inputs, tmp_path, lora):
+    """The reference has the actor's path; adapters that train lie over the merged model, of the base's shapes."""
+    tiny.make_adapter(str(tmp_path / "actor"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    changes = {"actor": {"model": {"path": str(tmp_path / "actor"), "lora": lora}}}
+    changes["algorithm"] = {"kl_in": "loss", "kl_coef": 0.1}
+    config = from_dict(tiny_policies.make_config(rl_inputs, tmp_path / "run", "grpo", **changes), PPOConfig)
+    parts = preflight.check_files(record("ppo"), config)
+    assert {part.role for part in parts} == {"actor", "reference"}
+    preflight.check_layout(record("ppo"), config, parts, 1, here=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", nightly_but([{"rank": 2}], [None, {"rank": 2}]))
 def test_what_a_run_on_an_adapter_leaves_is_over_the_merged_model(rl_inputs, tmp_path, lora):
@@ -143,6 +159,14 @@ def test_what_a_run_on_an_adapter_leaves_is_over_the_merged_model(rl_inputs, tmp
     else:
         ours, theirs = (tiny_policies.weights_of(folder) for folder in (tmp_path / "again", run / "hf"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_adapter_over_an_adapter_is_refused(rl_inputs, tmp_path):
+    tiny.make_adapter(str(tmp_path / "one"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
+    config = tmp_path / "one" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "one")}))
+    with pytest.raises(ModelError, match="which is an adapter itself"):
+        read_model_config(ModelConfig(path=str(tmp_path / "one")), "actor.model", merges=True)
 
 
 def rl_config(rl_inputs, output, **changes):

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from mrl.data.dataset import SFTDataset
 from mrl.data.order import row_order
 from mrl.data.vision import load_vision
+from mrl.errors import DataError
 from mrl.weights.hf_config import read_hf_config
 from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
@@ -185,6 +186,17 @@ def test_pairs_with_images_train_as_transformers_does(pairs, tmp_path, name, wor
     vision = load_vision(str(pairs / "model"), read_hf_config(pairs / "model"))
     expected = oracle(pairs, name, file="pairs", auto=AutoModelForImageTextToText, vision=vision)
     assert numbers(tmp_path) == pytest.approx(expected, rel=2e-5)
+
+
+def test_an_image_in_an_answer_is_one_line(pairs):
+    row = json.loads((pairs / "pairs.jsonl").read_text().splitlines()[0])
+    row["chosen"] = [{"role": "assistant", "content": [{"type": "image", "path": "images/1.png"}]}]
+    (pairs / "bad.jsonl").write_text(json.dumps(row) + "\n")
+    vision = load_vision(str(pairs / "model"), read_hf_config(pairs / "model"))
+    data = PreferenceDataConfig(train=str(pairs / "bad.jsonl"), max_length=128)
+    dataset = PreferenceDataset(data, AutoTokenizer.from_pretrained(pairs / "model"), paired=True, vision=vision)
+    with pytest.raises(DataError, match="bad.jsonl:1: .*has an image in an"):
+        dataset.load(0)
 
 
 READS = "teacher: is set, and model.path is a model that reads images, which is not distilled; leave it out"
