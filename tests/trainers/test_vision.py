@@ -12,8 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from mrl.config.dpo import PreferenceDataConfig
 from mrl.data.dataset import SFTDataset
 from mrl.data.order import row_order
+from mrl.data.preferences import PreferenceDataset
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
 from mrl.weights.hf_config import read_hf_config
