@@ -79,11 +79,9 @@ def already_done(
         console.say(start.message)
         return False
     done = used_folder.complete_line(directory.path, start.step, total_steps)
-    if export_hf and not dispatch.on_main(directory.hf.exists):
+    kind = None if lora is None else lora.export
+    if export_hf and not dispatch.on_main(lambda: used_folder.is_exported(directory.hf, kind)):
         console.say(f"{done}, but not its export; exporting")
-        return False
-    if export_hf and lora is not None and not dispatch.on_main(lambda: directory.is_exported_as(lora.export)):
-        console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
     return True

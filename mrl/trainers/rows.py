@@ -192,10 +192,7 @@ def run_task(task: Task[Any], command_line: str = "") -> None:
 def loop(trainer: RowsTrainer) -> None:
     """Makes steps until all are made; the last one is saved. Raises Stopped after a signal."""
     dispatch, source, task, progress = trainer.dispatch, trainer.source, trainer.task, trainer.progress
-    guard = StepGuard(
-        dispatch, trainer.directory, head=trainer.engine.config.head, watches_parameters=trainer.config.train.guards,
-        rows=source.taken_from,
-    )  # fmt: skip
+    head = trainer.engine.config.head
     throughput = Throughput(trainer.engine)
     while progress.step < trainer.total_steps:
         began_s, step = time.perf_counter(), progress.step + 1
@@ -204,13 +201,14 @@ def loop(trainer: RowsTrainer) -> None:
             batch = source.next()
             made, ctx = task.prepare(dispatch, batch)
 
+        guard = StepGuard(trainer, MODEL, batch, head=head, may_be_zero=False, rows=source.taken_from())
         dispatch.zero_grad(MODEL)
         _, loss, found = dispatch.forward_backward(
             MODEL, made, task.loss_fn, ctx=PLAIN_CTX | ctx | {"last": True}, denominator=task.denominator, gathers=False
         )
-        guard.before_update(step, batch, loss)
+        guard.before_update(loss)
         result = dispatch.optim_step(MODEL, guard=guard.watches_parameters)
-        guard.after_update(step, batch, result)
+        guard.after_update(result)
 
         progress.step = step
         progress.tokens += batch.denominators["tokens"]

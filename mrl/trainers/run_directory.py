@@ -25,7 +25,6 @@ from mrl.config.urls import shown_url, without_queries, write_text
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.errors import unwritable
 from mrl.trainers import used_folder
-from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.weights.pt_file import write_pt
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
@@ -65,10 +64,6 @@ class RunDirectory:
         """The folder in which an export is written before it gets its name: beside what `hf` is, or leads to."""
         whole = self.hf.resolve()
         return whole.with_name(f".tmp-{whole.name}")
-
-    def contents(self) -> list[pathlib.Path]:
-        """Everything that a person finds here."""
-        return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
 
     def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all.
@@ -117,10 +112,6 @@ class RunDirectory:
         for folder in (self.hf.resolve(), self.partial_hf):
             if folder.exists():
                 shutil.rmtree(folder)
-
-    def is_exported_as(self, kind: str) -> bool:
-        """Returns whether the export of a run with adapters is of that kind: "adapter" or "merged"."""
-        return (self.hf / ADAPTER_CONFIG).exists() == (kind == "adapter")
 
     def publish_export(self) -> None:
         """Gives a whole export its name."""

@@ -407,8 +407,6 @@ class Trainer(abc.ABC):
             return
         if found := figures(metrics.read(directory.path / "metrics.jsonl")):
             console.say(f"{'first -> last' if '->' in found else 'last'}: {found}")
-        places = [path.name + "/" * path.is_dir() for path in directory.contents()]
-        console.say(f"{directory.path} has {', '.join(places)}")
         console.say(
             f"done: {pluralize(progress.step, 'step')}, {pluralize(round(progress.tokens), 'trained token')}; "
             f"everything is in {directory.path}"

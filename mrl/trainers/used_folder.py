@@ -50,9 +50,11 @@ def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
         refuse_damaged(path)
     if own is None:
         return None
-    step, steps, hf = atomic_checkpoint.validate(own).step, config.train.steps, path / "hf"
-    is_adapter = (hf / ADAPTER_CONFIG).exists()
-    exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
+    step, steps, exported = (
+        atomic_checkpoint.validate(own).step,
+        config.train.steps,
+        is_exported(path / "hf", lora_export),
+    )
     if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
         if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
             return ResumePoint(f"{complete_line(path, step, steps)}; {CONTINUE_FIX}", is_complete=True)
@@ -66,6 +68,11 @@ def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
     if step > steps:
         made = f"it has made {pluralize(step, 'step')}, and this config asks for {steps}"
     return f"the run in {path} is complete: {made}"
+
+
+def is_exported(hf: pathlib.Path, lora_export: str | None) -> bool:
+    """Returns whether a run has left the export that its config names. lora_export: of adapters; None if none train."""
+    return hf.exists() and (lora_export is None or (hf / ADAPTER_CONFIG).exists() == (lora_export == "adapter"))
 
 
 def last_is_logged(path: pathlib.Path, step: int) -> bool:

@@ -25,7 +25,6 @@ from mrl.trainers.common import Progress
 from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.rl import prepare
 from mrl.trainers.rl.experience import epoch_order
-from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.rl.trainer import PPOTrainer
 from mrl.trainers.rows import RowsTrainer
 from mrl.trainers.run_directory import RunDirectory, StartState
@@ -55,30 +54,21 @@ def trainer_of(kind, **parts):
 )
 def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fails_at):
     """A of an adapter trains a step after its B: the first step alone does not tell."""
-    guard = StepGuard(there(), RunDirectory(tmp_path), head="lm", watches_parameters=True, rows=lambda: ["rows:1"])
-    batch, failed = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None
+    batch, failed, progress = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None, Progress()
+    trainer = there(
+        config=there(train=there(guards=True)), progress=progress, dispatch=there(), directory=RunDirectory(tmp_path)
+    )
     for step in (1, 2, 3):
-        guard.before_update(step, batch, 1.0)
+        guard = StepGuard(trainer, "model", batch, head="lm", may_be_zero=False)
+        guard.before_update(1.0)
         try:
-            guard.after_update(
-                step, batch, StepResult(GradNorm(1.0), 1e-3, found.pop(0) if guard.watches_parameters else [])
-            )
+            guard.after_update(StepResult(GradNorm(1.0), 1e-3, found.pop(0) if guard.watches_parameters else []))
         except TrainingError as error:
             assert "a: it has a gradient but the step did not change it" in str(error)
             failed = step
             break
+        progress.step = step
     assert failed == fails_at and found == ([] if fails_at else [[STAYS]])
-
-
-def test_a_role_is_watched_until_every_adapter_has_trained():
-    progress = Progress()
-    trainer = there(config=there(train=there(guards=True)), progress=progress)
-    for problems, trained in (([WAITS], []), ([], ["actor"])):
-        guard = RoleGuard(trainer, "actor", None)
-        assert guard.watches_parameters
-        guard.after_update(StepResult(GradNorm(1.0), 1e-3, problems))
-        assert (progress.trained, progress.moved) == (trained, ["actor"])
-    assert not RoleGuard(trainer, "actor", None).watches_parameters
 
 
 @pytest.mark.parametrize(("step", "stays"), [(1, True), (2, False)])

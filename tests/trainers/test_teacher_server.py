@@ -179,23 +179,21 @@ def test_a_server_with_another_tokenizer_is_refused(places, server, change):
     server.tokenizer = there
     client = TeacherServer(TeacherServerConfig(url=server.url))
     client.check_tokenizer(own)
-    unknown = own.pad_token_id  # examples/arithmetic/make_data.py
     if change == "a special token":
         own.add_special_tokens({"eos_token": "<|end|>"})
-        differs = f"of 'a <|end|> a' the 3. token is {unknown} there, and {len(there)} by"
+        differs = "'a <|end|> a'"
     elif change == "a token":
         there.add_tokens(["quick"])
-        differs = f"of '\\nThe quick brown fox' the 6. token is {len(own)} there, and {unknown} by"
+        differs = "'\\nThe quick brown fox'"
     else:
         content = json.loads(there.backend_tokenizer.to_str())
         vocabulary = content["model"]["vocab"]
         vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
         there._tokenizer = type(there.backend_tokenizer).from_str(json.dumps(content))
-        new, old = vocabulary["7"], vocabulary["8"]
-        differs = f"of '\\n0123456789 1,000.5' the 9. token is {new} there, and {old} by"
+        differs = "'\\n0123456789 1,000.5'"
     with pytest.raises(ConfigError) as caught:
         client.check_tokenizer(own)
-    says = f"teacher.server.url: value '{server.url}' has another tokenizer: {differs} teacher.model.path; serve that model"
+    says = f"teacher.server.url: value '{server.url}' has another tokenizer: {differs} has other ids there than by teacher.model.path; "
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value), str(caught.value)
 
 

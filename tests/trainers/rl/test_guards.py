@@ -120,7 +120,7 @@ def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
     message = fails(tiny_policies.make_config(inputs, tmp_path / "run", name), happening="step_changes", what=what)
     assert message.startswith("step 1: ") and says in message
     failed = tmp_path / "run" / "failed" / "step_1.pt"
-    assert message.endswith(f"; the mini-batch is in {failed}; no good checkpoint had been saved") and failed.exists()
+    assert message.endswith(f"; the batch is in {failed}; no good checkpoint had been saved") and failed.exists()
 
 
 @pytest.mark.slow
