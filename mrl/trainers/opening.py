@@ -18,14 +18,10 @@ from mrl.words import pluralize
 
 
 def say_choices(console: Console, engines: Mapping[str, BaseEngine]) -> None:
-    """Says what engines chose. Roles with the same choice share a line. engines: by role, or "" for the only one."""
-    roles: dict[str, list[str]] = {}
+    """Says what engines chose. engines: by role, or "" for the only one."""
     for role, engine in engines.items():
         for note in engine.notes:
-            roles.setdefault(note, []).append(role)
-    for note, of in roles.items():
-        names = ", ".join(filter(None, of))
-        console.say(f"{names}: {note}" if names else note)
+            console.say(f"{role}: {note}" if role else note)
 
 
 def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int | None, per_epoch: float) -> None:

@@ -139,7 +139,6 @@ def choose_start(
     of them is chosen again only where it was fetched again.
     """
     used_folder.refuse_foreign(run.path)
-    fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         used_folder.refuse_used(run.path)
@@ -151,13 +150,11 @@ def choose_start(
         own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
-        fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
     if own is None:
         used_folder.refuse_damaged(run.path, damaged)
-        again = " again: it has no checkpoint yet" if used_folder.files_of_run(run.path) else ""
-        return StartState(None, 0, f"starting in {run.path}{again}")
+        return StartState(None, 0, f"starting in {run.path}")
     step = atomic_checkpoint.validate(own).step
-    return StartState(own, step, f"resuming from {own}{fetched or ','} after step {step}")
+    return StartState(own, step, f"resuming from {own}, after step {step}")
 
 
 def is_own(run: RunDirectory, start: StartState, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:

@@ -31,6 +31,7 @@ from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
 from mrl.roles.teacher_server import TeacherServer
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.common import say_all
+from mrl.trainers.opening import say_choices
 from mrl.trainers.task import role_config
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
@@ -122,7 +123,7 @@ class Teacher:
         console.doing("building the teacher")
         with self._rewrite_error_keys():
             teacher = build_engine(role_of(self.config, self.own, self.folder))
-            say_all(console, [f"{self.key}: {note}" for note in teacher.notes])
+            say_choices(console, {self.key: teacher})
             teacher.init_model()
         dispatch.engines[self.key] = teacher
         return functools.partial(top_by, ask_role(dispatch, self.key), ctx)
