@@ -32,7 +32,7 @@ from mrl.trainers.rl.launched import _rollout_from_state, _rollout_state
 from mrl.weights.pt_file import read_pt, write_pt
 from tests.engine.harness import run_case
 from tests.rollout.policy_server import Running, complete
-from tests.tiers import in_tiers, nightly_but, slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import train
 from tests.trainers.tiny_runs import steps
@@ -201,7 +201,9 @@ def test_metrics_say_how_old_the_weights_are(unbroken, run):
     assert "actor/importance_weight" in rows[1], "older weights are corrected"
 
 
-@pytest.mark.parametrize(("step", "name"), slow_but([(3, "SIGTERM")], [(2, "SIGTERM"), (3, "SIGTERM"), (5, "SIGKILL")]))
+@pytest.mark.parametrize(
+    ("step", "name"), in_tiers([(3, "SIGTERM")], [(5, "SIGKILL")], [(2, "SIGTERM"), (3, "SIGTERM"), (5, "SIGKILL")])
+)
 def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, server, unbroken, tmp_path, step, name):
     config = config_of(inputs, tmp_path / "run", server)
     if name == "SIGTERM":
