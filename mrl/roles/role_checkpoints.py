@@ -46,19 +46,22 @@ def save(
     if MODEL in engines:
         return use(MODEL).save_checkpoint(root, remote, global_step=step, max_ckpt_to_keep=keep, state=state)
 
-    def write(folder: str) -> None:
-        def prepare() -> None:
-            for role in engines:
-                os.mkdir(os.path.join(folder, role))
-            roles = {role: engine.backend for role, engine in engines.items()}
-            with open(os.path.join(folder, TRAINER), "wb") as out:
-                out.write(saved_bytes({"roles": roles, "state": dict(state)}))
+    roles = {role: engine.backend for role, engine in engines.items()}
 
-        on_main(prepare)
+    def write(folder: str) -> None:
+        on_main(lambda: _prepare(folder, roles, dict(state)))
         for role in engines:
             use(role).save_state(os.path.join(folder, role), {})
 
     return saving.save(root, step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
+
+
+def _prepare(folder: str, roles: Mapping[str, str], state: dict[str, Any]) -> None:
+    """Makes a folder for each role, and writes the trainer's file."""
+    for role in roles:
+        os.mkdir(os.path.join(folder, role))
+    with open(os.path.join(folder, TRAINER), "wb") as out:
+        out.write(saved_bytes({"roles": roles, "state": state}))
 
 
 def stage(
@@ -75,10 +78,7 @@ def stage(
 
     def write_copies(folder: str, ranks: RankGroup) -> None:
         if ranks.rank == 0:
-            for role in writes:
-                os.mkdir(os.path.join(folder, role))
-            with open(os.path.join(folder, TRAINER), "wb") as out:
-                out.write(saved_bytes({"roles": roles, "state": copied | to_come()}))
+            _prepare(folder, roles, copied | to_come())
         ranks.gather(None)
         for role, write in writes.items():
             write(os.path.join(folder, role), ranks)

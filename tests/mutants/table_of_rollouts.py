@@ -74,11 +74,6 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "trainers/rl/launched.py",
-        f"{AHEAD}a_server_that_is_lost_after_its_rollout_changes_nothing",
-        ("                    fleet.abort_syncs()\n", "                    pass\n"),
-    ),
-    *_of(
-        "trainers/rl/launched.py",
         f"{AHEAD}metrics_say_how_old_the_weights_are",
         ("launched.iteration - launched.made / self._steps", "launched.iteration - launched.made"),
     ),

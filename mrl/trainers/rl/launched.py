@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import numbers
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mrl.data.prompts import Prompt, PromptSource
@@ -183,26 +181,6 @@ class LaunchedRollouts:
                 self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
                 self._abort()
         return time.perf_counter() - began_s
-
-    @contextlib.contextmanager
-    def watching_syncs(self) -> Iterator[None]:
-        """Inside, `hurried` ends weight syncs: they raise SyncGivenUp on every rank."""
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(1.0):
-                for fleet in self._fleets if self._hurried() else ():
-                    fleet.abort_syncs()
-
-        watcher = threading.Thread(target=watch, name="hurried-syncs")
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
-            for fleet in self._fleets:
-                fleet.allow_syncs()
 
     def trained(self) -> None:
         """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
