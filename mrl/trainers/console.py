@@ -5,27 +5,22 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console as RichTerminal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 from mrl.trainers.waits import WaitWatch, write_line
 
 CONSOLE_METRICS = (
     ("reward/mean", "reward", "{:z.3f}"),
-    ("actor/sequence_kl", "sequence kl", "{:z.3g}"),
     ("eval/accuracy", "accuracy", "{:z.4g}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
     ("distill/divergence", "divergence", "{:.4f}"),
     ("rewards/accuracy", "accuracy", "{:.3f}"),
     ("rewards/margin", "margin", "{:z.3f}"),
-    ("rewards/chosen", "chosen", "{:z.3f}"),
-    ("rewards/rejected", "rejected", "{:z.3f}"),
     ("rewards/error", "error", "{:.3f}"),
     ("steps/accuracy", "accuracy", "{:.3f}"),
     ("actor/kl", "kl", "{:z.3g}"),
@@ -42,22 +37,10 @@ CONSOLE_METRICS = (
 )
 """Metric, its short name on the terminal, its format; z has no value that rounds to zero be negative."""
 
-HIDDEN_IN_RL = ("train/loss", "perf/tokens_per_s")
-"""What says nothing there: a policy's loss has no meaning of its own, and sampling, not training, takes the time."""
-
-WITHOUT_MARGIN = ("rewards/chosen", "rewards/rejected")
-"""What is shown where answers are in no pairs, and so have no margin."""
-
-WITHOUT_REWARDS = ("actor/sequence_kl",)
-"""What is shown in place of the reward where nothing is rewarded, as in distillation."""
-
-FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
-"""What the end of a run shows from first to last."""
-
 SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
 
-LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
+LINE_CHARACTERS = 60
 
 
 class Console:
@@ -85,8 +68,11 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Optimizer step number `step` is made."""
 
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Shows a few samples of the rollout that `step` is the first to be trained on."""
+    def samples(self, rows: Sequence[SampleRow]) -> None:
+        """Shows a few samples of a rollout."""
+        for prompt, completion, reward, _ in rows:
+            number = "" if reward is None else f"{reward:8.3f}  "
+            self.say(f"  {number}{_short(prompt)!r} -> {_short(completion)!r}")
 
     def close(self) -> None:
         """Ends the progress bar and the watch over waits; `say` still works. May be called twice."""
@@ -118,11 +104,6 @@ class PlainConsole(Console):
         eta = self._clock.eta(step)
         if self._clock.is_shown(step, metrics, self._every):
             self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {eta}")
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        for prompt, completion, reward, _ in rows:
-            number = "" if reward is None else f"{reward:8.3f}  "
-            self.say(f"  {number}{_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
 
     def close(self) -> None:
         self._watch.close()
@@ -168,20 +149,6 @@ class LiveConsole(Console):
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], **fields)
 
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        if not rows:
-            return
-        table = Table(title=f"rollout before step {step}", title_justify="left", show_lines=True)
-        for column in ("prompt", "completion", "reward"):
-            table.add_column(column, justify="right" if column == "reward" else "left")
-        for prompt, completion, reward, parts in rows:
-            cells = [] if reward is None else [f"{reward:.3f}"]
-            if reward is None or len(parts) > 1:  # else the only part is the reward itself
-                cells += [f"{label} {value:.3f}" for label, value in parts.items()]
-            words = [Text(_short(text, CELL_CHARACTERS)) for text in (prompt, completion)]
-            table.add_row(*words, "\n".join(cells))
-        self._terminal.print(table)
-
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -214,39 +181,11 @@ class _Clock:
         return step % every == 0 or step in (self.first + 1, self.total_steps) or evaluated
 
 
-def _short(text: str, most: int) -> str:
+def _short(text: str) -> str:
     """Returns the end of a text if it is too long: its question or answer stands there."""
-    return text if len(text) <= most else "…" + text[1 - most :]
+    return text if len(text) <= LINE_CHARACTERS else "…" + text[1 - LINE_CHARACTERS :]
 
 
 def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    values = "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in _shown([metrics]))
-    return f"step {step}/{total_steps}  {values}"
-
-
-def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Returns those of CONSOLE_METRICS in rows of metrics, without those that say nothing."""
-    names = {name for row in rows for name in row}
-    hidden = hidden_of(names)
-    return [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]
-
-
-def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
-    """Returns what says nothing beside the others."""
-    is_rl = any(name.startswith(("actor/", "critic/")) for name in metrics)
-    hidden: tuple[str, ...] = HIDDEN_IN_RL if is_rl else ()
-    hidden += WITHOUT_REWARDS if "reward/mean" in metrics else ()
-    return hidden + (WITHOUT_MARGIN if "rewards/margin" in metrics else ())
-
-
-def figures(rows: Sequence[Mapping[str, float]]) -> str:
-    """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps.
-
-    A metric that has one value is shown without an arrow.
-    """
-    parts = []
-    for name, short, form in _shown(rows):
-        values = [form.format(row[name]) for row in rows if name in row]
-        if name in FIGURES:
-            parts.append(f"{short} {values[0]}" if len(values) == 1 else f"{short} {values[0]} -> {values[-1]}")
-    return ", ".join(parts)
+    shown = [f"{short} {form.format(metrics[name])}" for name, short, form in CONSOLE_METRICS if name in metrics]
+    return "  ".join([f"step {step}/{total_steps}", *shown])

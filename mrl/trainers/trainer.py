@@ -44,7 +44,7 @@ from mrl.trainers.common import (
     say_other_ends,
     stop_error,
 )
-from mrl.trainers.console import Console, figures, open_console
+from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import CheckpointSaver
@@ -200,7 +200,8 @@ class Trainer(abc.ABC):
         self.stop.says = None  # the run ends by itself now
         if config.checkpoint.export_hf:
             self.export()
-        self.say_done()
+        made = f"{pluralize(self.progress.step, 'step')}, {pluralize(round(self.progress.tokens), 'trained token')}"
+        console.say(f"done: {made}; everything is in {self.directory.path}")
 
     def notes(self) -> list[str]:
         """Returns lines on the run for config.yaml."""
@@ -399,15 +400,3 @@ class Trainer(abc.ABC):
             console.say(f"adapter: {directory.hf} (over {path})")
         else:
             console.say(f"model: {directory.hf} (loadable with transformers)")
-
-    def say_done(self) -> None:
-        """Says what the metrics came to, where everything is, and how much was made."""
-        directory, console, progress = self.directory, self.console, self.progress
-        if not self.dispatch.is_main or not console.shows:
-            return
-        if found := figures(metrics.read(directory.path / "metrics.jsonl")):
-            console.say(f"{'first -> last' if '->' in found else 'last'}: {found}")
-        console.say(
-            f"done: {pluralize(progress.step, 'step')}, {pluralize(round(progress.tokens), 'trained token')}; "
-            f"everything is in {directory.path}"
-        )

@@ -41,7 +41,7 @@ def show_rollout(trainer: PPOTrainer, step: int, collected: ScoredRollout, exper
     if not is_due(step, config.log.table_every, config.steps_per_iteration):
         return
     rewarded = is_rewarded(config)
-    trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table, rewarded=rewarded))
+    trainer.console.samples(table(collected.trajectories, collected.scores, config.log.table, rewarded=rewarded))
     if log.has_sinks:
         rows = table(collected.trajectories, collected.scores, LOGGED_ROWS, rewarded=rewarded)
         labels = list(rows[0][3])
