@@ -6,14 +6,9 @@ import math
 from collections.abc import Mapping
 
 from mrl.config.checks import parallel_dims
-from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora.folder import adapters
 from mrl.trainers.console import Console
-from mrl.weights.families import family_of
-from mrl.weights.hf_config import read_hf_config
-from mrl.weights.mtp import num_mtp_layers
-from mrl.weights.rules import expected_hf_names
 from mrl.words import pluralize
 
 
@@ -39,28 +34,13 @@ def say_length(console: Console, *, steps: int, batch: int, noun: str, rows: int
 
 
 def say_model(console: Console, role: str, engine: BaseEngine) -> None:
-    """Says how many parameters of a role's model train, and how the model is laid out. role: as keys name it."""
-    config = engine.config
-    console.say(f"{role}: {_parameters(config)}; {_layout(engine)}, {config.model.dtype}")
-
-
-def _parameters(config: RoleConfig) -> str:
-    hf = read_hf_config(config.model.path)
-    of_model = ""
-    if (family := family_of(hf["model_type"])) is not None:  # another one's shapes are known to transformers alone
-        mtp = num_mtp_layers(hf) if config.mtp is not None else 0
-        shapes_of_model = expected_hf_names(family, hf, head=config.head, mtp=mtp).values()
-        of_model = f"{sum(map(math.prod, shapes_of_model)):,} "
+    """Says what of a role's model trains, and how the model is laid out. role: as keys name it."""
+    config, backend = engine.config, engine.config.engine
+    what = "all parameters train" if config.optimizer is not None else "is frozen"
     if config.model.lora is not None:
         shapes = adapters(config.model.path, config.model.lora, config.head).values()
         trained = sum(math.prod(shape.a_shape) + math.prod(shape.b_shape) for shape in shapes)
-        of = f"adapters of rank {config.model.lora.rank} on {len(shapes)} weights"
-        return f"{of}; their {trained:,} parameters train, and the model's {of_model}do not"
-    return f"{of_model}parameters {'train' if config.optimizer is not None else 'are frozen'}"
-
-
-def _layout(engine: BaseEngine) -> str:
-    of = engine.config.engine
-    dims = parallel_dims(of.parallel, engine.world_size)
-    where = pluralize(engine.world_size, "process", "processes")
-    return f"{of.backend}, {dims.describe()} on {where} ({engine.device.type})"
+        what = f"{trained:,} parameters of adapters on {len(shapes)} weights train"
+    dims = parallel_dims(backend.parallel, engine.world_size)
+    where = f"{dims.describe()} on {pluralize(engine.world_size, 'process', 'processes')} ({engine.device.type})"
+    console.say(f"{role}: {what}; {backend.backend}, {where}, {config.model.dtype}")
