@@ -148,6 +148,7 @@ def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     assert len(lines) == (name == "grpo") and all(line.startswith(expected) for line in lines), said
 
 
+@pytest.mark.slow
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
     """Its head stays at zero then, so that it has a gradient in a later step, and what is below it in the one after that."""
     steps, sparse = 12, tiny_policies.rewards_by(tmp_path, "return float(row['answer'] == '6')")

@@ -354,7 +354,7 @@ def test_dynamic_sampling_and_saves_in_the_background_go_on_to_the_same_bits(inp
     assert made_of(tmp_path / "stopped") == made_of(tmp_path / "unbroken")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_of_the_reward_model_is_no_end(inputs, server, tmp_path):
     """The rollout is scored again at the resume, and the one that was launched after it is in the checkpoint, too."""
     model = {"reward": {"model": {"path": str(inputs / "scorer")}}}
