@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from mrl.engine import saving
-from mrl.engine.atomic_checkpoint import step_name
-from mrl.engine.background import BackgroundSaver, Write
+from mrl.engine.background import BackgroundSaver
 from mrl.engine.base import BaseEngine
 from mrl.errors import ConfigError
 from mrl.trainers.console import Console
@@ -37,32 +34,10 @@ class CheckpointSaver:
         self._held_s: float | None = None
         self._written_s: float | None = None
 
-    def begin(
-        self,
-        root: str,
-        step: int,
-        stage: Callable[[], Write],
-        *,
-        backend: str,
-        remote: str | None,
-        keep: int | None,
-        protect: Collection[str] = (),
-        then: Callable[[], None] = lambda: None,
-    ) -> str:
-        """Copies the state and has it written. Returns the folder that will be."""
+    def save(self, save: Callable[[], str]) -> str:
+        """Calls `save`, which saves a checkpoint or gives it to `saver` to be written. Returns its folder."""
         began_s = time.perf_counter()
         self.finish()  # one at a time: it bounds host memory, and saves end in order
-        write = stage()
-        saving.save_in_background(
-            self.saver, root, step, write, backend=backend, remote=remote, keep=keep, protect=protect, then=then
-        )
-        self._held_s = time.perf_counter() - began_s
-        return os.path.join(root, step_name(step))
-
-    def now(self, save: Callable[[], str]) -> str:
-        """Calls `save`, which waits until its checkpoint is whole. Returns the folder."""
-        began_s = time.perf_counter()
-        self.finish()
         saved = save()
         self._held_s = time.perf_counter() - began_s
         return saved

@@ -24,6 +24,7 @@ from mrl.config.urls import without_signatures
 from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import eval_rows, train_rows
 from mrl.data.stream import RowStream
+from mrl.engine import saving
 from mrl.engine.atomic_checkpoint import step_name
 from mrl.engine.collective import error_of_all, is_main
 from mrl.engine.lora.folder import name_base
@@ -341,13 +342,17 @@ class Trainer(abc.ABC):
             if is_best:
                 directory.name_best(name, remote)
 
-        if in_background:
-            return self.saves.begin(
-                root, progress.step, lambda: dispatch.stage_checkpoint(state, to_come),
+        def begin() -> str:
+            saving.save_in_background(
+                self.saves.saver, root, progress.step, dispatch.stage_checkpoint(state, to_come),
                 backend=dispatch.checkpoint_backend, remote=remote, keep=keep, protect=protect, then=name_best,
             )  # fmt: skip
+            return f"{root}/{name}"
+
+        if in_background:
+            return self.saves.save(begin)
         state |= to_come()
-        saved = self.saves.now(
+        saved = self.saves.save(
             lambda: dispatch.save_checkpoint(
                 root, remote, global_step=progress.step, keep=keep, state=state, protect=protect
             )

@@ -172,7 +172,7 @@ def test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is
 
 def test_the_seconds_of_a_save_are_said_once_by_the_step_after_it():
     saves, began_s = CheckpointSaver(torch.device("cpu")), time.perf_counter()
-    assert saves.now(lambda: str(sum(range(10**6)))) == "499999500000"
+    assert saves.save(lambda: str(sum(range(10**6)))) == "499999500000"
     took_s = time.perf_counter() - began_s
     assert 0 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
 
