@@ -34,11 +34,11 @@ class CheckpointSaver:
         self._held_s: float | None = None
         self._written_s: float | None = None
 
-    def save(self, save: Callable[[], str]) -> str:
-        """Calls `save`, which saves a checkpoint or gives it to `saver` to be written. Returns its folder."""
+    def save(self, write: Callable[[], str]) -> str:
+        """Calls `write`, which saves a checkpoint or gives it to `saver` to be written. Returns its folder."""
         began_s = time.perf_counter()
         self.finish()  # one at a time: it bounds host memory, and saves end in order
-        saved = save()
+        saved = write()
         self._held_s = time.perf_counter() - began_s
         return saved
 
