@@ -133,26 +133,12 @@ class StartState:
 def choose_start(
     run: RunDirectory, config: RowsRunConfig, damaged: Mapping[str, str] = MappingProxyType({})
 ) -> StartState:
-    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
-
-    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
-    of them is chosen again only where it was fetched again.
-    """
-    used_folder.refuse_foreign(run.path)
-    resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
-    if resume == "never":
-        used_folder.refuse_used(run.path)
-        return StartState(None, 0, f"starting in {run.path}")
-    if own is not None:
-        used_folder.check_same_run(run.path, config, own)
-        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
-    elif resume != "auto":
-        own = _elsewhere(run, resume, damaged)
-    elif config.checkpoint.remote is not None:
-        own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
+    """Decides by `checkpoint.resume`, as `used_folder.find_start`, which may download it."""
+    own = used_folder.find_start(run.path, config, damaged, checkpoint_remote.fetch)
     if own is None:
-        used_folder.refuse_damaged(run.path, damaged)
         return StartState(None, 0, f"starting in {run.path}")
+    if used_folder.same_folder(os.path.dirname(own), str(run.checkpoints)):
+        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
     step = atomic_checkpoint.validate(own).step
     return StartState(own, step, f"resuming from {own}, after step {step}")
 
@@ -177,16 +163,6 @@ def copy_missed(run: RunDirectory, start: StartState, config: CheckpointConfig) 
         return
     if used_folder.same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
-
-
-def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
-    """Returns the checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
-    if "://" not in resume:
-        return used_folder.checkpoint_elsewhere(resume, damaged)
-    checkpoint = checkpoint_remote.fetch(resume, str(run.checkpoints))
-    if checkpoint is None:
-        raise used_folder.no_checkpoint(resume, [])
-    return checkpoint
 
 
 def _provenance(command_line: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from mrl import metrics
@@ -36,30 +36,55 @@ def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
 
     lora_export: `export` of the adapters; None if none train.
     """
-    path, resume = pathlib.Path(config.output_dir), config.checkpoint.resume
-    refuse_foreign(path)
-    if resume == "never":
-        refuse_used(path)
-        return None
-    own = atomic_checkpoint.find_checkpoint(str(path / "checkpoints"))
-    if own is not None:
-        check_same_run(path, config, own)
-    elif resume != "auto" and "://" not in resume:
-        own = checkpoint_elsewhere(resume)
-    elif resume == "auto" and config.checkpoint.remote is None:
-        refuse_damaged(path)
+    path = pathlib.Path(config.output_dir)
+    own = find_start(path, config)
     if own is None:
         return None
-    step, steps, exported = (
-        atomic_checkpoint.validate(own).step,
-        config.train.steps,
-        is_exported(path / "hf", lora_export),
-    )
+    step, steps = atomic_checkpoint.validate(own).step, config.train.steps
+    exported = is_exported(path / "hf", lora_export)
     if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
         if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
             return ResumePoint(f"{complete_line(path, step, steps)}; {CONTINUE_FIX}", is_complete=True)
         return ResumePoint(complete_line(path, step, steps))
     return ResumePoint(f"resuming from {own}, after step {step}")
+
+
+def find_start(
+    path: pathlib.Path,
+    config: RowsRunConfig,
+    damaged: Mapping[str, str] = MappingProxyType({}),
+    fetch: Callable[[str, str], str | None] | None = None,
+) -> str | None:
+    """Returns the checkpoint that a run in `path` starts from, by `checkpoint.resume`; None at the beginning. Raises a
+    UserError where the run would overwrite another one's files.
+
+    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
+    of them is chosen again only where it was fetched again. fetch: downloads the newest checkpoint at a URL into a
+    folder; without it None is returned in place of that.
+    """
+    refuse_foreign(path)
+    resume, checkpoints = config.checkpoint.resume, str(path / "checkpoints")
+    if resume == "never":
+        refuse_used(path)
+        return None
+    own = atomic_checkpoint.find_checkpoint(checkpoints, but=damaged)
+    if own is not None:
+        check_same_run(path, config, own)
+        return own
+    if resume != "auto" and "://" not in resume:
+        own = atomic_checkpoint.find_checkpoint(resume, but=damaged)
+        if own is None:
+            raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
+        return own
+    url = config.checkpoint.remote if resume == "auto" else resume
+    if url is not None and fetch is None:
+        return None
+    own = None if url is None or fetch is None else fetch(url, checkpoints)
+    if own is None and resume != "auto":
+        raise no_checkpoint(resume, [])
+    if own is None:
+        refuse_damaged(path, damaged)
+    return own
 
 
 def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
@@ -155,14 +180,6 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> No
 
 def _is_older(one: pathlib.Path, other: pathlib.Path) -> bool:
     return one.stat().st_mtime < other.stat().st_mtime
-
-
-def checkpoint_elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Returns the checkpoint in the folder `resume`, or that folder. Raises CheckpointError without one."""
-    checkpoint = atomic_checkpoint.find_checkpoint(resume, but=damaged)
-    if checkpoint is None:
-        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
-    return checkpoint
 
 
 def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:
