@@ -168,10 +168,6 @@ class RowsTrainer(Trainer):
         before, now = state["config"]["model"]["path"], self.config.model.path
         found = model_fingerprint(self.engine.config.model.path)
         check_same_model(state.get("model"), found, before=before, now=now)
-        self.check_frozen(state)
-
-    def check_frozen(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where a model of `fingerprints` is not the checkpoint's."""
         both = expand_nulls(state["config"], to_dict(self.config), command_of(type(self.config)))
         for key, found in self.fingerprints.items():
             before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
