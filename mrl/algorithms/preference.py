@@ -230,6 +230,11 @@ def _scale(data: Batch, denominator: str) -> float:
     return data.denominators[DENOMINATOR] / (data.denominators[denominator] or 1.0)
 
 
+def with_reference(batch: Batch, log_probs_S: Tensor) -> Batch:
+    """Returns the batch with the reference's log-probs of its answers."""
+    return dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, REFERENCE: log_probs_S})
+
+
 def kl_estimate(log_probs_S: Tensor, reference_S: Tensor) -> float:
     """Returns kto's `z` from the log-probs [S] of answers to other prompts, of policy and reference."""
     return max(0.0, float((log_probs_S.double() - reference_S.double()).mean()))

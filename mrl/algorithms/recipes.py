@@ -8,7 +8,6 @@ algorithm of known parts needs. A new part is a function and its entry in one ta
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -142,9 +141,7 @@ def in_words(recipe: Recipe) -> str:
 
 
 def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> ConfigError:
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    advice = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(key, value, "is not known", f"{advice}use one of {', '.join(choices)}")
+    return ConfigError(key, value, "is not known", f"use one of {', '.join(choices)}")
 
 
 def advantages(recipe: Recipe, rollout: AdvantageInputs) -> tuple[Tensor, Tensor | None]:

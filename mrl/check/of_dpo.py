@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mrl.algorithms.preference import with_reference
 from mrl.check import reference
 from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel
@@ -19,7 +20,6 @@ from mrl.config.dpo import DPOConfig
 from mrl.data.dataset import Example
 from mrl.data.preferences import Answer, batch_of
 from mrl.trainers.dpo import DPOTask
-from mrl.trainers.reference import with_reference
 
 KL = 1.0
 """The KL for kto instead of its estimate, in units of 1 / beta."""

@@ -56,7 +56,7 @@ def start(
     kept = [*chosen, *kept]
     if saved is not None and saved.is_complete and not dry_run:
         if shows:
-            write_line(str(saved))
+            write_line(saved.message)
         return None
     with announce("checking files and layout", shows=shows):
         if not dry_run and joined is None:  # ranks of another launcher refuse together, once they have met
@@ -108,7 +108,7 @@ def _show(
     notes = showing.notes(command, config)
     for line in describe(command, config, parts, layouts):
         print(line, flush=True)
-    for line in (*_not_here(parts, config), *str(saved or "").splitlines()):
+    for line in (*_not_here(parts, config), *([saved.message] if saved is not None else [])):
         print(f"# {line}", flush=True)
     for note in notes:
         print(f"# data: {note}", flush=True)

@@ -121,14 +121,8 @@ def _answers(trajectory: Trajectory) -> list[dict[str, Any]]:
     if trajectory.conversation is None and trajectory.turns == 1:
         return [{"role": "assistant", "content": trajectory.text}]
     if trajectory.conversation is None:
-        raise ConfigError(
-            "reward.model",
-            why=(
-                f"{_name(trajectory)}: has {trajectory.turns} turns and was saved without its messages, which "
-                "a reward model reads"
-            ),
-            fix="sample it again",
-        )
+        why = f"{_name(trajectory)}: has {trajectory.turns} turns and was saved without its messages"
+        raise ConfigError("reward.model", why=why, fix="sample it again")
     messages = [dict(message) for message in trajectory.conversation]
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return messages[: last + 1]

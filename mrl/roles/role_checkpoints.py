@@ -11,7 +11,6 @@ step_00000100/
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,8 +19,8 @@ from mrl.engine import background, saving
 from mrl.engine.atomic_checkpoint import ROLES, RankGroup, other_backend
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import on_main
-from mrl.engine.torch_dist.data_files import as_bytes, saved_bytes
-from mrl.errors import CheckpointError, ConfigError, quoted
+from mrl.engine.torch_dist.data_files import saved_bytes
+from mrl.errors import CheckpointError
 from mrl.weights.pt_file import load_pt
 
 TRAINER = "trainer.pt"
@@ -47,19 +46,22 @@ def save(
     if MODEL in engines:
         return use(MODEL).save_checkpoint(root, remote, global_step=step, max_ckpt_to_keep=keep, state=state)
 
-    def write(folder: str) -> None:
-        def prepare() -> None:
-            for role in engines:
-                os.mkdir(os.path.join(folder, role))
-            roles = {role: engine.backend for role, engine in engines.items()}
-            with open(os.path.join(folder, TRAINER), "wb") as out:
-                out.write(saved_bytes({"roles": roles, "state": dict(state)}))
+    roles = {role: engine.backend for role, engine in engines.items()}
 
-        on_main(prepare)
+    def write(folder: str) -> None:
+        on_main(lambda: _prepare(folder, roles, dict(state)))
         for role in engines:
             use(role).save_state(os.path.join(folder, role), {})
 
     return saving.save(root, step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
+
+
+def _prepare(folder: str, roles: Mapping[str, str], state: dict[str, Any]) -> None:
+    """Makes a folder for each role, and writes the trainer's file."""
+    for role in roles:
+        os.mkdir(os.path.join(folder, role))
+    with open(os.path.join(folder, TRAINER), "wb") as out:
+        out.write(saved_bytes({"roles": roles, "state": state}))
 
 
 def stage(
@@ -76,10 +78,7 @@ def stage(
 
     def write_copies(folder: str, ranks: RankGroup) -> None:
         if ranks.rank == 0:
-            for role in writes:
-                os.mkdir(os.path.join(folder, role))
-            with open(os.path.join(folder, TRAINER), "wb") as out:
-                out.write(saved_bytes({"roles": roles, "state": copied | to_come()}))
+            _prepare(folder, roles, copied | to_come())
         ranks.gather(None)
         for role, write in writes.items():
             write(os.path.join(folder, role), ranks)
@@ -98,9 +97,8 @@ def load(
 ) -> dict[str, Any]:
     """Restores what `save` wrote. Returns the trainer's state. Collective.
 
-    may_lack: roles that never change. The checkpoint or the run may be without them; a role keeps its first weights if
-    the checkpoint lacks it. constant: roles of no later checkpoint. If this one of an older mrl holds such a role, its
-    weights must be the run's first ones. Raises ConfigError.
+    may_lack: roles that the checkpoint or the run may be without; a role keeps its first weights if the checkpoint
+    lacks it. constant: roles that never change, and are not read.
     """
     if MODEL in engines:
         return use(MODEL).load_checkpoint(path, remote)
@@ -108,12 +106,8 @@ def load(
         saved = load_pt(os.path.join(folder, TRAINER), fields=("roles", "state"))
         _check_roles(saved["roles"], engines, may_lack, folder)
         for role in saved["roles"]:
-            if role in engines:
-                engine = use(role)
-                before = _digest(engine) if role in constant else None
-                engine.load_state(os.path.join(folder, role))
-                if before is not None:
-                    _check_same(role, engine, before, folder)
+            if role in engines and role not in constant:
+                use(role).load_state(os.path.join(folder, role))
         return saved["state"]
 
 
@@ -130,50 +124,19 @@ def chosen_in(engines: Mapping[str, BaseEngine], path: str) -> dict[str, str]:
     return (state or {}).get("chosen", {})
 
 
-def _digest(engine: BaseEngine) -> str:
-    """Returns a hash of an engine's weights, on rank 0, whatever its layout. Collective."""
-    digest = hashlib.sha256()
-    for name, tensor in engine.hf_weights():
-        digest.update(name.encode())
-        digest.update(as_bytes(tensor.cpu()))
-    return digest.hexdigest()
-
-
-def _check_same(role: str, engine: BaseEngine, before: str, folder: str) -> None:
-    """Refuses a model with other weights than the checkpoint `folder` has of it. before: `_digest`."""
-    now = _digest(engine)
-
-    def check() -> None:
-        if now != before:
-            why = f"has other weights than the {role} of {folder}"
-            fix = "put the model's own files there, or start anew with another output_dir"
-            raise ConfigError(f"{role}.model.path", quoted(engine.config.model.path), why, fix)
-
-    on_main(check)
-
-
 def _check_roles(
     saved: Mapping[str, str], engines: Mapping[str, BaseEngine], may_lack: Collection[str], path: str
 ) -> None:
     """Refuses a checkpoint with other roles, or whose roles another backend saved."""
-    for role in engines:
+    fix = "resume with the algorithm it was saved by, or export its actor to Hugging Face and start from that"
+    for role in (*engines, *saved):
         if role not in saved and role not in may_lack:
-            raise CheckpointError(
-                path,
-                why=f"has no {role} (it has {', '.join(saved)}), and this run has one",
-                fix="resume with the algorithm it was saved by, or export its actor to Hugging "
-                "Face and start from that",
-            )
-    for role, backend in saved.items():
-        if role not in engines and role in may_lack:
-            continue
-        if role not in engines:
-            raise CheckpointError(
-                path,
-                why=f"has a role {role}, and this run has only {', '.join(engines)}",
-                fix="resume with the algorithm it was saved by, or export its actor to Hugging "
-                "Face and start from that",
-            )
-        if backend != engines[role].backend:
-            why = other_backend(backend, engines[role].backend, key=f"{role}.engine.backend")
+            why = f"has no {role} (it has {', '.join(saved)}), and this run has one"
+            raise CheckpointError(path, why=why, fix=fix)
+        if role not in engines and role not in may_lack:
+            why = f"has a role {role}, and this run has only {', '.join(engines)}"
+            raise CheckpointError(path, why=why, fix=fix)
+    for role, engine in engines.items():
+        if saved.get(role, engine.backend) != engine.backend:
+            why = other_backend(saved[role], engine.backend, key=f"{role}.engine.backend")
             raise CheckpointError(f"{path}/{role}", why=why)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -42,19 +41,10 @@ class TeacherServer:
     def name(self) -> str:
         """The name of the model there. Raises ConfigError where it has to be chosen, or the server's key is missing."""
         variable = self.config.key_variable
-        if variable is not None and not (self._secret and self._secret.isascii() and self._secret.isprintable()):
-            why = "names no variable of the main process's environment that holds a key of printable ASCII"
+        if variable is not None and not self._secret:
+            why = "names no variable of the main process's environment that holds a key"
             raise ConfigError(f"{self.key}.key_variable", variable, why, "set the variable, or leave it out")
-        try:
-            answer = self.http.get("/v1/models")
-        except ServerError as error:
-            if error.status not in (401, 403):
-                raise
-            why, fix = (
-                f"names no key that the server takes ({error})",
-                "name the environment variable that holds its key",
-            )
-            raise ConfigError(f"{self.key}.key_variable", variable, why, fix) from error
+        answer = self.http.get("/v1/models")
         try:
             names = [one["id"] for one in answer["data"]]
         except (KeyError, TypeError) as error:
@@ -78,15 +68,14 @@ class TeacherServer:
             if len(here) < 2:  # of characters that it drops; servers refuse an empty prompt
                 continue
             there = self._ids_of(text)
-            for place, (own, ids) in enumerate(itertools.zip_longest(here[1:], there[1:]), 2):
-                if ids and str(own) in ids:
-                    continue
-                by = f"{'no id' if own is None else own} by {self.key.rpartition('.')[0]}.model.path"
-                which = f"of {quoted(text)} the {place}. token is {next(iter(ids)) if ids else 'no id'} there, and {by}"
-                fix = f"serve that model with the tokenizer of its folder, or name the folder of what {self.name} is"
-                raise ConfigError(f"{self.key}.url", quoted(self.http.url), f"has another tokenizer: {which}", fix)
+            if len(there) == len(here) and all(str(own) in ids for own, ids in zip(here[1:], there[1:], strict=True)):
+                continue
+            path = f"{self.key.rpartition('.')[0]}.model.path"
+            why = f"has another tokenizer: {quoted(text)} has other ids there than by {path}"
+            fix = f"serve that model with the tokenizer of its folder, or name the folder of what {self.name} is"
+            raise ConfigError(f"{self.key}.url", quoted(self.http.url), why, fix)
 
-    def _ids_of(self, text: str) -> list[dict[str, Any] | None]:
+    def _ids_of(self, text: str) -> list[dict[str, Any]]:
         """Returns, of each of a text's tokens, its id there with what is said of it; None of the first."""
         body = {
             "model": self.name, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0,

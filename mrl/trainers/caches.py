@@ -1,14 +1,18 @@
-"""Has what the caches of references and teachers share: names of rows, a digest of weights, whole files."""
+"""Keeps what a frozen model says of rows, a reference or a teacher, in files beside the run.
+
+Dimensions: `N` entries of all rows of a batch end to end, as many of each row as its model says.
+"""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +21,15 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
-from mrl.errors import CheckpointError, ModelError, unwritable
-from mrl.weights.json_file import read_json
+from mrl.errors import CheckpointError, unwritable
+from mrl.trainers.common import stop_error
+from mrl.trainers.trainer import Trainer
 from mrl.weights.pt_file import read_pt, write_pt
 
 logger = logging.getLogger(__name__)
+
+Said = Mapping[str, Tensor]
+"""Field -> [N, ...], what a model says of a batch."""
 
 _DIGEST_BYTES = 16
 
@@ -44,76 +52,165 @@ def _image_bytes(inputs: Mapping[str, Tensor]) -> bytes:
     )
 
 
-def as_tensor(names: Iterable[bytes]) -> Tensor:
-    """Returns names of rows (`digests`) as torch saves them, a row each."""
-    return torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, _DIGEST_BYTES)
-
-
-def from_tensor(names: Tensor) -> list[bytes]:
-    """Returns the names that `as_tensor` was given."""
-    return [name.tobytes() for name in names.numpy()]
-
-
-def weights_digest(folder: str, memo: pathlib.Path) -> str:
-    """Returns a hash of all bytes of a folder's weights, whenever and wherever they were written.
-
-    memo: a file that keeps it beside names, sizes and times of the weights' files. They are read again where one of
-    these has changed.
-    """
-    files = sorted(pathlib.Path(folder).resolve().glob("*.safetensors"))
-    stats = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    with contextlib.suppress(ModelError, KeyError):
-        kept = read_json(memo)
-        if kept["files"] == stats:
-            return str(kept["sha256"])
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        each = zip(files, pool.map(_hash_of_file, files), strict=True)
-        digest = hashlib.sha256("".join(f"{path.name} {of}\n" for path, of in each).encode()).hexdigest()
-    content = json.dumps({"files": stats, "sha256": digest})
-    with contextlib.suppress(OSError):  # it is for speed alone
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        partial = memo.with_suffix(".partial")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(memo)
-    return digest
-
-
-def _hash_of_file(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def with_precision(engine: EngineConfig) -> dict[str, Any]:
     """Returns, as an entry of what numbers are made by, an engine's choice of fp8; nothing where it has none."""
     settings = precision_of(engine.megatron)
     return {"precision": settings} if settings else {}
 
 
-def saved_by(
-    path: pathlib.Path,
-    made_by: str,
-    *,
-    fields: Collection[str],
-    mmap: bool = False,
-    say: Callable[[str], object] = logger.warning,
-) -> dict[str, Any] | None:
+def saved_by(path: pathlib.Path, made_by: str, *, fields: Collection[str], mmap: bool = False) -> dict[str, Any] | None:
     """Returns what a cache's file holds; None where there is none, it was made by something else, or is damaged.
 
-    mmap: tensors stay in the file until they are read. say: is given a line on a file that is damaged.
+    mmap: tensors stay in the file until they are read.
     """
     if not path.exists():
         return None
     try:
         saved = read_pt(path, fields=("made_by", *fields), mmap=mmap)
     except CheckpointError as error:
-        say(f"{path}: {error.why}, and is made anew")
+        logger.warning("%s: %s, and is made anew", path, error.why)
         return None
     return saved if saved["made_by"] == made_by else None
 
 
-def save_cache(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a cache's file, at once or not at all. Raises ConfigError if the disk refuses it."""
-    try:
-        write_pt(path, dict(content))
-    except OSError as error:
-        raise unwritable(str(path.parent.parent), path, error) from error
+class RowCache:
+    """Holds what a model says of rows, by the tokens of rows, in files of a folder. The files are mapped into memory.
+
+    made_by: what it depends on beside the tokens. Files that say otherwise are replaced. fields: of `Said`. per_token:
+    whether a row has an entry for each trained token, or one. Only the main process writes.
+    """
+
+    max_bytes = 2**27
+    """The most that is said of rows and waits in memory for the next file."""
+
+    write_every_s = 60.0
+    """The longest that it waits there: a run that is killed goes on from the files that are whole."""
+
+    def __init__(
+        self, folder: pathlib.Path, made_by: Mapping[str, Any], fields: tuple[str, ...], *, per_token: bool
+    ) -> None:
+        self.folder, self.made_by = folder, json.dumps(made_by, sort_keys=True)
+        self.fields, self._per_token = fields, per_token
+        self.files: list[Said] = []
+        self.places: dict[bytes, tuple[int, slice]] = {}  # of a row: which file, and where in it
+        self._unread: list[pathlib.Path] = []  # made by something else, or damaged
+        self._waiting: dict[bytes, Said] = {}  # rows for the next file
+        self._bytes, self._written_s = 0, time.monotonic()
+        self._added: set[bytes] = set()  # rows in files that were not there yet at the last `read`
+
+    @property
+    def count(self) -> int:
+        """Rows that are known."""
+        return len(self.places) + len(self._added) + len(self._waiting)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether `read` left out a file: made by something else, or damaged."""
+        return bool(self._unread)
+
+    def read(self) -> None:
+        """Reads the files that were made by the same."""
+        self.files, self.places, self._unread = [], {}, []
+        self._added.clear()
+        for path in sorted(self.folder.glob("log_probs*.pt")):
+            saved = saved_by(path, self.made_by, fields=("names", "counts", *self.fields), mmap=True)
+            if saved is None:
+                self._unread.append(path)
+                continue
+            ends = saved["counts"].cumsum(0).tolist()
+            for name, *place in zip(saved["names"].numpy(), [0, *ends[:-1]], ends, strict=True):
+                self.places[name.tobytes()] = len(self.files), slice(*place)
+            self.files.append({field: saved[field] for field in self.fields})
+
+    def add(self, batch: Batch, said: Said) -> None:
+        """Adds what is said of unknown rows, and writes it if that is due. What is known stays, to the bit."""
+        names, counts = digests(batch), [1] * batch.num_sequences
+        if self._per_token:
+            counts = [int(part.count_nonzero()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+        parts = {field: said[field].split(counts) for field in self.fields}
+        for row, name in enumerate(names):
+            if not (name in self.places or name in self._added or name in self._waiting):
+                self._waiting[name] = {field: of_rows[row].clone() for field, of_rows in parts.items()}
+                self._bytes += sum(tensor.nbytes for tensor in self._waiting[name].values())
+        if self._bytes >= self.max_bytes or time.monotonic() - self._written_s >= self.write_every_s:
+            self.write()
+
+    def write(self) -> str | None:
+        """Writes what is added to a file of its own, whole or not at all. Returns the folder; None where nothing is
+        known. Raises ConfigError if the disk refuses it."""
+        if self._waiting:
+            rows, names = list(self._waiting.values()), bytearray(b"".join(self._waiting))
+            content = {
+                "made_by": self.made_by,
+                "names": torch.frombuffer(names, dtype=torch.uint8).view(-1, _DIGEST_BYTES),
+                "counts": torch.tensor([len(row[self.fields[0]]) for row in rows]),
+                **{field: torch.cat([row[field] for row in rows]) for field in self.fields},
+            }
+            path = self._next_file()
+            try:
+                write_pt(path, content)
+            except OSError as error:
+                raise unwritable(str(self.folder.parent), path, error) from error
+            for unread in self._unread:
+                unread.unlink(missing_ok=True)
+            self._unread = []
+            self._added |= self._waiting.keys()
+            self._waiting, self._bytes = {}, 0
+        self._written_s = time.monotonic()
+        return str(self.folder) if self.count else None
+
+    def _next_file(self) -> pathlib.Path:
+        found = [re.fullmatch(r"log_probs-(\d+)\.pt", path.name) for path in self.folder.glob("log_probs-*.pt")]
+        number = max((int(match[1]) for match in found if match), default=-1) + 1
+        return self.folder / f"log_probs-{number:05}.pt"
+
+    def lacks(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the batches with a row of no file that was read."""
+        for batch in batches:
+            if not self.places.keys() >= set(digests(batch)):
+                yield batch
+
+    def of(self, batch: Batch) -> Said:
+        """Returns what was said of a batch. KeyError: a row is in no file that was read."""
+        found = [self.places[name] for name in digests(batch)]
+        return {field: torch.cat([self.files[file][field][at] for file, at in found]) for field in self.fields}
+
+
+def fill(
+    cache: RowCache,
+    batches: Iterable[Batch],
+    build: Callable[[], Callable[[Batch], Said]],
+    trainer: Trainer,
+    *,
+    name: str,
+    what: str,
+) -> None:
+    """Reads a cache, and asks a frozen model about all rows that it lacks: a pass before the first step. Collective.
+
+    build: builds the model, and returns what asks it. name: of the model. what: its log-probs, in words.
+    Raises Stopped after a signal, once what is known is written.
+    """
+    dispatch, console = trainer.dispatch, trainer.console
+    cache.read()
+    missing = cache.lacks(batches)
+    first = next(missing, None)
+    if first is None:
+        console.say(f"{name}: its log-probs of {cache.count:,} rows are in {cache.folder}")
+        return
+    if cache.count:
+        console.say(f"{name}: goes on from its log-probs of {cache.count:,} rows in {cache.folder}")
+    if cache.has_others:
+        console.say(f"{name}: files in {cache.folder} are damaged, or of another model or config, and are made anew")
+    ask = build()
+    console.doing(f"computing {what}")
+    for batch in itertools.chain([first], missing):
+        if trainer.stop_requested:
+            saved = dispatch.on_main(cache.write)
+            raise stop_error(dispatch, trainer.stop, where=f"while {what} were computed", step=0, saved=saved)
+        said = ask(batch)
+        dispatch.on_main(lambda: cache.add(batch, said))  # noqa: B023 (called here)
+        console.detail(f"{cache.count:,} rows")
+    dispatch.on_main(cache.write)
+    dispatch.engines.pop(name, None)
+    console.say(f"{name}: its log-probs of {cache.count:,} rows are written to {cache.folder}")
+    cache.read()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.schema import LoraConfig
-from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
@@ -21,15 +21,11 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
-from mrl.trainers.signals import StopSignal, signal_name
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
-from mrl.weights.mcore_weights import is_imported
 from mrl.weights.safetensors_io import shorten_list
-
-T = TypeVar("T")
-EXPORTED = ("model.path", "actor.model.path")  # the models that a run exports
 
 
 @dataclasses.dataclass
@@ -56,14 +52,8 @@ class Progress:
     pending: dict[str, float] = dataclasses.field(default_factory=dict)  # metrics of a rollout that has no step yet
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain data, without those of `mrl ppo` that are unset."""
-        unset = Progress()
-        always = ("step", "tokens", "run_id", "unlogged")
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name in always or value != getattr(unset, name)
-        }
+        """Returns the fields as plain data."""
+        return dataclasses.asdict(self)
 
     @property
     def logged(self) -> int:
@@ -89,15 +79,11 @@ def already_done(
         console.say(start.message)
         return False
     done = used_folder.complete_line(directory.path, start.step, total_steps)
-    if export_hf and not dispatch.on_main(directory.hf.exists):
+    kind = None if lora is None else lora.export
+    if export_hf and not dispatch.on_main(lambda: used_folder.is_exported(directory.hf, kind)):
         console.say(f"{done}, but not its export; exporting")
         return False
-    if export_hf and lora is not None and not dispatch.on_main(lambda: directory.is_exported_as(lora.export)):
-        console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
-        return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
-    for note in start.moved:
-        console.say(f"{used_folder.NOT_CHECKED}: {note}")
     return True
 
 
@@ -149,18 +135,11 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
 
 
-def say_other_ends(
-    console: Console, state: Mapping[str, Any], ends: EndTokens, encoders: Sequence[Encoder] = ()
-) -> None:
-    """Says which end tokens of a chat template differ from those at the save. An older mrl saved none; then it says how
-    it read rows otherwise. encoders: of rows that train."""
-    before = list(state.get("end_tokens", {}).get("added", ()))
-    if "end_tokens" not in state:
-        found = {line: None for encoder in encoders if (line := encoder.changed_ends_note())}
-        say_all(console, [f"changed since the checkpoint: {line}" for line in found])
-    if before != list(ends.added):
-        now = list(ends.added) or "none"
-        console.say(f"changed since the checkpoint: end tokens of the chat template were {before or 'none'}, now {now}")
+def say_other_ends(console: Console, state: Mapping[str, Any], ends: EndTokens) -> None:
+    """Says which end tokens of a chat template differ from those at the save."""
+    before, now = (list(added) or "none" for added in (state.get("end_tokens", {}).get("added", ()), ends.added))
+    if before != now:
+        console.say(f"changed since the checkpoint: end tokens of the chat template were {before}, now {now}")
 
 
 def check_outside(config: RowsRunConfig) -> None:
@@ -178,28 +157,11 @@ def mtp_tensors_of(folder: str) -> list[str]:
 
 
 def say_mtp_layers(dispatch: WorkerDispatch, console: Console, folders: Mapping[str, str]) -> None:
-    """Says which layers of the models stay out of the run, a line for each folder. folders: by config key, what is
-    exported first."""
-    for folder in dict.fromkeys(folders.values()):
+    """Says which layers of the models stay out of the run. folders: by config key."""
+    for key, folder in folders.items():
         if names := dispatch.on_main(functools.partial(mtp_tensors_of, folder)):
-            key = next(key for key, of in folders.items() if of == folder)
-            left_out = "they are not loaded"
-            if key in EXPORTED:
-                left_out += " and not trained, and what is exported has none"
-            console.say(
-                f"{key}: {folder} has layers that predict further tokens (MTP: {shorten_list(names, 1)}); {left_out}"
-            )
-
-
-def use_of_adapter(folder: str, path: str) -> str:
-    """Returns how exported adapters are loaded, in words. folder: of the base. path: how the user names it."""
-    if family_of(read_hf_config(folder)["model_type"]) is None:
-        return f"peft loads it over {path}; model.lora.export=merged writes the merged model"
-    if is_imported(folder):
-        return (
-            f"peft loads it over what `mrl convert export {path} OUT` writes; `mrl convert export` of the run merges it"
-        )
-    return f"peft loads it over {path}; `mrl convert export` merges it"
+            layers = f"layers that predict further tokens (MTP: {shorten_list(names, 1)})"
+            console.say(f"{key}: {folder} has {layers}; they are neither loaded nor trained nor exported")
 
 
 def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
@@ -209,7 +171,8 @@ def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: 
     """
     (number,) = dispatch.max_over_ranks(stop.number)
     state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
-    return Stopped(f"stopped by {signal_name(number)} {where}, {state}; run the same command again to go on")
+    name = signal.Signals(int(number)).name
+    return Stopped(f"stopped by {name} {where}, {state}; run the same command again to go on")
 
 
 def last_good(dispatch: WorkerDispatch, directory: RunDirectory, step: int) -> str:

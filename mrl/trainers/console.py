@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import collections
 import datetime
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console as RichTerminal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 from mrl.trainers.waits import WaitWatch, write_line
 
 CONSOLE_METRICS = (
     ("reward/mean", "reward", "{:z.3f}"),
-    ("actor/sequence_kl", "sequence kl", "{:z.3g}"),
-    ("eval/accuracy", "accuracy", "{:.1%}"),
+    ("eval/accuracy", "accuracy", "{:z.4g}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
     ("distill/divergence", "divergence", "{:.4f}"),
     ("rewards/accuracy", "accuracy", "{:.3f}"),
     ("rewards/margin", "margin", "{:z.3f}"),
-    ("rewards/chosen", "chosen", "{:z.3f}"),
-    ("rewards/rejected", "rejected", "{:z.3f}"),
     ("rewards/error", "error", "{:.3f}"),
     ("steps/accuracy", "accuracy", "{:.3f}"),
     ("actor/kl", "kl", "{:z.3g}"),
@@ -43,30 +37,10 @@ CONSOLE_METRICS = (
 )
 """Metric, its short name on the terminal, its format; z has no value that rounds to zero be negative."""
 
-HIDDEN_IN_RL = ("train/loss", "perf/tokens_per_s")
-"""What says nothing there: a policy's loss has no meaning of its own, and sampling, not training, takes the time."""
-
-WITHOUT_MARGIN = ("rewards/chosen", "rewards/rejected")
-"""What is shown where answers are in no pairs, and so have no margin."""
-
-WITHOUT_REWARDS = ("actor/sequence_kl",)
-"""What is shown in place of the reward where nothing is rewarded, as in distillation."""
-
-HELD_OUT_REWARD = ("held-out reward", "{:z.4g}")
-"""The short name and the format of eval/accuracy where a value is neither 0 nor 1: percent would say nothing."""
-
-FIGURES = ("reward/mean", "actor/sequence_kl", "eval/accuracy", "train/loss", "eval/loss")
-"""What the end of a run shows from first to last."""
-
 SampleRow = tuple[str, str, float | None, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample; the reward is None where nothing is rewarded."""
 
-PHASES, LONG_STEP_S = ("weights", "rollout_wait", "rollout", "reward", "log_probs", "update"), 60.0
-"""Phases of a step, and how long one takes whose line says what each of them took."""
-
-LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
-ETA_STEPS = 100
-"""How many of the last steps say how long the next ones will take."""
+LINE_CHARACTERS = 60
 
 
 class Console:
@@ -94,8 +68,11 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Optimizer step number `step` is made."""
 
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Shows a few samples of the rollout that `step` is the first to be trained on."""
+    def samples(self, rows: Sequence[SampleRow]) -> None:
+        """Shows a few samples of a rollout."""
+        for prompt, completion, reward, _ in rows:
+            number = "" if reward is None else f"{reward:8.3f}  "
+            self.say(f"  {number}{_short(prompt)!r} -> {_short(completion)!r}")
 
     def close(self) -> None:
         """Ends the progress bar and the watch over waits; `say` still works. May be called twice."""
@@ -124,14 +101,9 @@ class PlainConsole(Console):
         self._clock = _Clock(step, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        eta = self._clock.eta(step, metrics)
+        eta = self._clock.eta(step)
         if self._clock.is_shown(step, metrics, self._every):
             self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {eta}")
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        for prompt, completion, reward, _ in rows:
-            number = "" if reward is None else f"{reward:8.3f}  "
-            self.say(f"  {number}{_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
 
     def close(self) -> None:
         self._watch.close()
@@ -162,7 +134,7 @@ class LiveConsole(Console):
         self._update(total=total_steps, completed=step, steps=f"step {step}/{total_steps}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        total, eta = self._clock.total_steps, self._clock.eta(step, metrics)
+        total, eta = self._clock.total_steps, self._clock.eta(step)
         if self._clock.is_shown(step, metrics, self._every):
             self.say(_line(step, total, metrics))
         self._update(completed=step, steps=f"step {step}/{total}", eta=f"eta {eta}")
@@ -176,20 +148,6 @@ class LiveConsole(Console):
             self._bar.add_task("train", total=None, steps="", eta="", what="", detail="")
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], **fields)
-
-    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        if not rows:
-            return
-        table = Table(title=f"rollout before step {step}", title_justify="left", show_lines=True)
-        for column in ("prompt", "completion", "reward"):
-            table.add_column(column, justify="right" if column == "reward" else "left")
-        for prompt, completion, reward, parts in rows:
-            cells = [] if reward is None else [f"{reward:.3f}"]
-            if reward is None or len(parts) > 1:  # else the only part is the reward itself
-                cells += [f"{label} {value:.3f}" for label, value in parts.items()]
-            words = [Text(_short(text, CELL_CHARACTERS)) for text in (prompt, completion)]
-            table.add_row(*words, "\n".join(cells))
-        self._terminal.print(table)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -205,25 +163,16 @@ def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool, every
 
 
 class _Clock:
-    """An estimate of the remaining time, from the steps that this process made and measured."""
+    """An estimate of the remaining time, from the steps that this process made since `start`."""
 
     def __init__(self, step: int, total_steps: int) -> None:
-        self.first, self.total_steps = step, total_steps
-        self._made: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_STEPS + 1)
+        self.first, self.total_steps, self._began_s = step, total_steps, time.monotonic()
 
-    def eta(self, step: int, metrics: Mapping[str, float]) -> str:
-        """h:mm:ss until the last step; "-" before there is a measured one. Call it once a step.
-
-        The first step counts with the seconds that it took itself, and no longer once there are others. Models, data
-        and a first evaluation come before it, and come once.
-        """
+    def eta(self, step: int) -> str:
+        """h:mm:ss until the last step; "-" before there is one."""
         if step == self.first:
             return "-"
-        self._made.append((step, time.monotonic()))
-        (first, began_s), (last, now_s) = self._made[0], self._made[-1]
-        per_step_s = (now_s - began_s) / (last - first) if last > first else metrics.get("perf/step_s")
-        if per_step_s is None:
-            return "-"
+        per_step_s = (time.monotonic() - self._began_s) / (step - self.first)
         return str(datetime.timedelta(seconds=round(per_step_s * (self.total_steps - step))))
 
     def is_shown(self, step: int, metrics: Mapping[str, float], every: int) -> bool:
@@ -232,62 +181,11 @@ class _Clock:
         return step % every == 0 or step in (self.first + 1, self.total_steps) or evaluated
 
 
-def _short(text: str, most: int) -> str:
+def _short(text: str) -> str:
     """Returns the end of a text if it is too long: its question or answer stands there."""
-    return text if len(text) <= most else "…" + text[1 - most :]
+    return text if len(text) <= LINE_CHARACTERS else "…" + text[1 - LINE_CHARACTERS :]
 
 
 def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    return f"step {step}/{total_steps}  {_values(metrics)}{_phases(metrics)}"
-
-
-def _phases(metrics: Mapping[str, float]) -> str:
-    """Returns the share of each phase in a step of minutes; empty if one phase alone is measured."""
-    total_s = metrics.get("perf/step_s", 0.0)
-    if "perf/rollout_wait_s" in metrics:  # servers sample and score beside it
-        metrics = {name: value for name, value in metrics.items() if name not in ("perf/rollout_s", "perf/reward_s")}
-    shares = {name: metrics[f"perf/{name}_s"] / total_s for name in PHASES if total_s and f"perf/{name}_s" in metrics}
-    if total_s < LONG_STEP_S or len(shares) < 2:
-        return ""
-    return f" ({', '.join(f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.01)})"
-
-
-def _values(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in _shown([metrics]))
-
-
-def _shown(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Returns those of CONSOLE_METRICS in rows of metrics, without those that say nothing."""
-    names = {name for row in rows for name in row}
-    hidden = hidden_of(names)
-    shown = [entry for entry in CONSOLE_METRICS if entry[0] in names and entry[0] not in hidden]
-    if all(map(_is_share, rows)):
-        return shown
-    short, form = HELD_OUT_REWARD
-    return [(entry[0], short, form) if entry[0] == "eval/accuracy" else entry for entry in shown]
-
-
-def _is_share(metrics: Mapping[str, float]) -> bool:
-    """Returns whether eval/accuracy is a share of the prompts, if there is one. Rows of older runs lack eval/binary."""
-    return bool(metrics.get("eval/binary", 0 <= metrics.get("eval/accuracy", 0) <= 1))
-
-
-def hidden_of(metrics: Collection[str]) -> tuple[str, ...]:
-    """Returns what says nothing beside the others."""
-    is_rl = any(name.startswith(("actor/", "critic/")) for name in metrics)
-    hidden: tuple[str, ...] = HIDDEN_IN_RL if is_rl else ()
-    hidden += WITHOUT_REWARDS if "reward/mean" in metrics else ()
-    return hidden + (WITHOUT_MARGIN if "rewards/margin" in metrics else ())
-
-
-def figures(rows: Sequence[Mapping[str, float]]) -> str:
-    """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps.
-
-    A metric that has one value is shown without an arrow.
-    """
-    parts = []
-    for name, short, form in _shown(rows):
-        values = [form.format(row[name]) for row in rows if name in row]
-        if name in FIGURES:
-            parts.append(f"{short} {values[0]}" if len(values) == 1 else f"{short} {values[0]} -> {values[-1]}")
-    return ", ".join(parts)
+    shown = [f"{short} {form.format(metrics[name])}" for name, short, form in CONSOLE_METRICS if name in metrics]
+    return "  ".join([f"step {step}/{total_steps}", *shown])

@@ -13,7 +13,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.preference import DENOMINATOR, METRIC_DENOMINATORS, LossSettings, PreferenceLoss, kl_estimate
+from mrl.algorithms.preference import (
+    DENOMINATOR,
+    METRIC_DENOMINATORS,
+    LossSettings,
+    PreferenceLoss,
+    answer_log_probs,
+    kl_estimate,
+    with_reference,
+)
 from mrl.batch import Batch
 from mrl.config.dpo import DPOConfig
 from mrl.config.load import to_dict
@@ -31,22 +39,20 @@ from mrl.data.preferences import (
 from mrl.data.stream import Report
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.data.vision import load_vision
-from mrl.engine.base import Ctx
+from mrl.engine.base import PLAIN_CTX, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import FrozenModel
 from mrl.roles.role_checkpoints import MODEL
-from mrl.trainers.cache_pass import fill
-from mrl.trainers.caches import weights_digest, with_precision
+from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model
-from mrl.trainers.reference import AnswerCache, answers_by, with_reference
 from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, reads_images, vocab_size_of
-from mrl.weights.hub import model_fingerprint, model_folder
+from mrl.weights.hub import model_folder
 
 
 def run(config: DPOConfig, command_line: str = "") -> None:
@@ -70,7 +76,7 @@ class DPOTask(Task[DPOConfig]):
         if not loss.is_paired:
             self.means |= {"kto/kl": "sequences"}  # of a batch; `means_of` adds it
         self.reference_folder = ""  # set by `begin`; "" where the loss needs no reference
-        self.cache: AnswerCache | None = None
+        self.cache: RowCache | None = None
 
     def role(self, folder: str) -> RoleConfig:
         config = self.config
@@ -162,33 +168,28 @@ class DPOTask(Task[DPOConfig]):
 
     def _fill_cache(self, trainer: Trainer, sets: Sequence[RowDataset[Any]]) -> None:
         """Reads the log-probs of all rows, or computes those that are not known yet, before the first step."""
-        config, dispatch, place = self.config, trainer.dispatch, trainer.directory.path
-        folder, plain, memo = self.reference_folder, to_dict(config), place / "reference" / "weights.json"
+        config, dispatch, plain = self.config, trainer.dispatch, to_dict(self.config)
         made_by = {
-            "model": dispatch.on_main(lambda: [model_fingerprint(folder), weights_digest(folder, memo)]),
+            "model": dispatch.on_main(FrozenModel(self.reference_folder).fingerprint),
             "keys": {key: plain["model"].get(key) for key in ("init", "dtype")},
             "seed": config.seed,
             "reference": plain["reference"]["model"]["dtype"],
         } | with_precision(config.reference.engine or config.engine)
-        self.cache = cache = AnswerCache(place / "reference" / "log_probs.pt", made_by)
+        place = trainer.directory.path / "reference"
+        self.cache = RowCache(place, made_by, ("log_probs",), per_token=False)
         is_model = config.reference_is_start and config.model.lora is None
 
-        def read() -> tuple[dict[bytes, float], bool]:
-            cache.read()
-            return cache.known, cache.has_others
-
-        def build() -> Callable[[Batch], Tensor]:
+        def build() -> Callable[[Batch], Said]:
             if not config.reference_is_start:
                 self._build_reference(dispatch, trainer.console)
-            return lambda batch: answers_by(dispatch, MODEL if is_model else "reference", batch)
+            role = MODEL if is_model else "reference"
+            return lambda batch: {"log_probs": answers_by(dispatch, role, batch)}
 
-        cache.known, cache.has_others = dispatch.on_main(read)
         every = itertools.chain.from_iterable(self.eval_batches(rows, None) for rows in sets)
-        stale = f"{cache.path} is damaged, or of another model, dtype or seed, and is made anew"
-        fill(cache, every, build, trainer, name="reference", what="the reference's log-probs", stale=stale)
+        fill(self.cache, every, build, trainer, name="reference", what="the reference's log-probs")
 
     def _reference_of(self, dispatch: WorkerDispatch, batch: Batch) -> Tensor:
-        return answers_by(dispatch, "reference", batch) if self.cache is None else self.cache.of(batch)
+        return answers_by(dispatch, "reference", batch) if self.cache is None else self.cache.of(batch)["log_probs"]
 
     def means_of(self, batch: Batch, ctx: Ctx) -> dict[str, float]:
         return super().means_of(batch, ctx) | ({"kto/kl": ctx["kl"]} if "kl" in ctx else {})
@@ -206,3 +207,8 @@ class DPOTask(Task[DPOConfig]):
             others = with_other_answers(batch, self.config.data.max_length)
             ctx["kl"] = kl_estimate(answers_by(dispatch, MODEL, others), self._reference_of(dispatch, others))
         return with_reference(batch, self._reference_of(dispatch, batch)), ctx
+
+
+def answers_by(dispatch: WorkerDispatch, role: str, batch: Batch) -> Tensor:
+    """Returns [S] float64, on every rank: a role's log-probs of the answers of a global mini-batch, without dropout."""
+    return answer_log_probs(batch, dispatch.forward(role, batch, PLAIN_CTX)["log_probs"])

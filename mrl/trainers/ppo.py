@@ -8,13 +8,11 @@ makes `epochs * global_batch_size / mini_batch_size` optimizer steps on it. Not 
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import faults_in_words
-from mrl.rollout.fleet import SyncGivenUp
 from mrl.trainers.common import log_without_evaluation, say_all
 from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
@@ -89,11 +87,9 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     progress, steps = trainer.progress, trainer.config.steps_per_iteration
     step = progress.step
     iteration = step // steps
-    with trainer.saved_before_errors(), _stopped_if_given_up(trainer, launched):
+    with trainer.saved_before_errors():
         end = min(iteration + launched.level, -(-trainer.total_steps // steps))
         for later in range(launched.next_iteration(iteration), end):  # at the start, or after an error
-            if launched.relaunch(later):
-                continue
             if step:
                 trainer.console.say(
                     f"iteration {later + 1}: its rollout is not in the checkpoint, as the run had ended, its "
@@ -126,17 +122,6 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
     with trainer.saved_before_errors():
         rollout = with_models(taken.rollout, trainer.scores)
     return rollout, {**row, "perf/reward_model_s": time.perf_counter() - began_s}
-
-
-@contextlib.contextmanager
-def _stopped_if_given_up(trainer: PPOTrainer, launched: LaunchedRollouts) -> Iterator[None]:
-    """Inside, a second signal ends a weight sync: the rest is saved, and Stopped raised."""
-    try:
-        with launched.watching_syncs():
-            yield
-    except SyncGivenUp:
-        log_without_evaluation(trainer.dispatch, trainer.log, trainer.progress)
-        raise trainer.stopped(trainer.save()) from None
 
 
 def one_step(trainer: PPOTrainer, experience: Experience) -> tuple[dict[str, float], Experience]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.batch import Batch
@@ -21,11 +20,10 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.data.stream import Report
-from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.trainer import Trainer
-from mrl.weights.hf_config import pad_token_of, read_hf_config, vocab_size_of
+from mrl.weights.hf_config import vocab_size_of
 from mrl.weights.tokenizer_files import write_pad_token
 
 
@@ -72,16 +70,7 @@ class RMTask(Task[RMConfig]):
         rows = sets[0].sources[0] if isinstance(sets[0], MixedDataset) else sets[0]
         assert isinstance(rows, ScoredDataset)
         self.padding = token, text = rows.padding
-        hf_config = read_hf_config(trainer.dispatch.engines[MODEL].config.model.path)
-        is_new = pad_token_of(hf_config) != token
-        new = "; config.json has none yet, and the export names it" if is_new else ""
-        trainer.console.say(f"scores are read at the last token before the padding, which is {text!r} ({token}){new}")
-        kind = hf_config["model_type"]
-        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            trainer.console.say(
-                f"transformers has no sequence classifier of model_type {kind}: what is exported loads in mrl alone, "
-                "as model.path here and as reward.model.path"
-            )
+        trainer.console.say(f"scores are read at the last token before the padding, which is {text!r} ({token})")
 
     def after_export(self, path: str) -> None:
         """Names the padding that scores were read by, in config.json and in the tokenizer."""

@@ -7,20 +7,17 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.checks import check_batch, check_schedule
+from mrl.config.checks import check_schedule
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import ModelConfig
 from mrl.config.stream_checks import streamed_keys
-from mrl.data.batches import BatchSource, steps_for_epochs
-from mrl.data.dataset import RowDataset
-from mrl.data.encode import Encoder
-from mrl.data.mixture import MixedDataset, notes_of_rows
-from mrl.data.stream import count_usable, may_leave_out
+from mrl.data.batches import BatchSource
+from mrl.data.mixture import notes_of_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.collective import OnMainInThread
@@ -33,7 +30,7 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import load_newest, say_all, say_mtp_layers
 from mrl.trainers.console import Console
 from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.mixture_length import length_of_mixture
+from mrl.trainers.length import length_of
 from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.run_directory import StartState
 from mrl.trainers.saves import CheckpointSaver, check_background
@@ -43,7 +40,6 @@ from mrl.trainers.throughput import Throughput
 from mrl.trainers.trainer import Trainer, console_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.hub import check_same_model, model_fingerprint, model_folder
-from mrl.words import pluralize
 
 
 class RowsTrainer(Trainer):
@@ -74,7 +70,10 @@ class RowsTrainer(Trainer):
         engine = build_engine(task.role(folder))
         check_background(config.checkpoint.background, {"engine.backend": engine})
         self.dispatch = WorkerDispatch({MODEL: engine}, offload_idle=False)
-        self.total_steps = length_of(config, train_set, console)
+        self.total_steps = length_of(
+            config, train_set, console, rows=config.train.global_batch_size,
+            check=functools.partial(check_schedule, config.optimizer),
+        )  # fmt: skip
         engine.set_total_steps(self.total_steps)
         self.saves = CheckpointSaver(engine.device)
         self.watch_signals("step")
@@ -92,10 +91,6 @@ class RowsTrainer(Trainer):
     def model(self) -> ModelConfig:
         section: ModelConfig = self.config.model
         return section
-
-    @property
-    def encoders(self) -> Sequence[Encoder]:
-        return self.source.dataset.encoders()
 
     @property
     def where(self) -> str:
@@ -173,10 +168,6 @@ class RowsTrainer(Trainer):
         before, now = state["config"]["model"]["path"], self.config.model.path
         found = model_fingerprint(self.engine.config.model.path)
         check_same_model(state.get("model"), found, before=before, now=now)
-        self.check_frozen(state)
-
-    def check_frozen(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError where a model of `fingerprints` is not the checkpoint's."""
         both = expand_nulls(state["config"], to_dict(self.config), command_of(type(self.config)))
         for key, found in self.fingerprints.items():
             before, now = (str(functools.reduce(operator.getitem, key.split("."), plain)) for plain in both)
@@ -194,46 +185,10 @@ def run_task(task: Task[Any], command_line: str = "") -> None:
         RowsTrainer(task, console, closing).run(loop, command_line)
 
 
-def length_of(config: Any, train_set: RowDataset[Any], console: Console) -> int:
-    """Returns steps of the run. If `train.epochs` sets them and rows may be left out, usable rows are counted first.
-
-    The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
-    """
-    if train_set.is_streamed:
-        return config.train.steps
-    rows, batch = len(train_set), config.train.global_batch_size
-    check_batch(batch, batch, rows)
-    if isinstance(train_set, MixedDataset):
-        check = functools.partial(check_schedule, config.optimizer)
-        return length_of_mixture(config, train_set, console, rows=batch, check=check)
-    if config.train.steps is not None:
-        return config.train.steps
-    epochs = 1.0 if config.train.epochs is None else config.train.epochs
-    usable = rows
-    counts: Mapping[str, int] = {}
-    if may_leave_out(config.data):
-        console.say(
-            f"data.train: counting which of its {pluralize(rows, 'row')} can be used, for the length of the run"
-        )
-        usable, counts = count_usable(train_set)
-    steps = steps_for_epochs(epochs, usable, batch)
-    length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
-    if usable < rows:
-        left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
-        console.say(
-            f"data.train: {usable} of its {pluralize(rows, 'row')} can be used ({left_out}), which makes {length}"
-        )
-    check_schedule(config.optimizer, steps, length)
-    return steps
-
-
 def loop(trainer: RowsTrainer) -> None:
     """Makes steps until all are made; the last one is saved. Raises Stopped after a signal."""
     dispatch, source, task, progress = trainer.dispatch, trainer.source, trainer.task, trainer.progress
-    guard = StepGuard(
-        dispatch, trainer.directory, head=trainer.engine.config.head, watches_parameters=trainer.config.train.guards,
-        rows=source.taken_from,
-    )  # fmt: skip
+    head = trainer.engine.config.head
     throughput = Throughput(trainer.engine)
     while progress.step < trainer.total_steps:
         began_s, step = time.perf_counter(), progress.step + 1
@@ -242,13 +197,14 @@ def loop(trainer: RowsTrainer) -> None:
             batch = source.next()
             made, ctx = task.prepare(dispatch, batch)
 
+        guard = StepGuard(trainer, MODEL, batch, head=head, may_be_zero=False, rows=source.taken_from())
         dispatch.zero_grad(MODEL)
         _, loss, found = dispatch.forward_backward(
             MODEL, made, task.loss_fn, ctx=PLAIN_CTX | ctx | {"last": True}, denominator=task.denominator, gathers=False
         )
-        guard.before_update(step, batch, loss)
+        guard.before_update(loss)
         result = dispatch.optim_step(MODEL, guard=guard.watches_parameters)
-        guard.after_update(step, batch, result)
+        guard.after_update(result)
 
         progress.step = step
         progress.tokens += batch.denominators["tokens"]

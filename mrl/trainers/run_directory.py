@@ -20,13 +20,11 @@ import mrl
 from mrl.batch import Batch
 from mrl.config.command import Config, RowsRunConfig, command_of
 from mrl.config.load import dump_config
-from mrl.config.resume import Change
 from mrl.config.schema import CheckpointConfig
 from mrl.config.urls import shown_url, without_queries, write_text
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.errors import unwritable
 from mrl.trainers import used_folder
-from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.weights.pt_file import write_pt
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
@@ -66,10 +64,6 @@ class RunDirectory:
         """The folder in which an export is written before it gets its name: beside what `hf` is, or leads to."""
         whole = self.hf.resolve()
         return whole.with_name(f".tmp-{whole.name}")
-
-    def contents(self) -> list[pathlib.Path]:
-        """Everything that a person finds here."""
-        return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
 
     def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all.
@@ -119,10 +113,6 @@ class RunDirectory:
             if folder.exists():
                 shutil.rmtree(folder)
 
-    def is_exported_as(self, kind: str) -> bool:
-        """Returns whether the export of a run with adapters is of that kind: "adapter" or "merged"."""
-        return (self.hf / ADAPTER_CONFIG).exists() == (kind == "adapter")
-
     def publish_export(self) -> None:
         """Gives a whole export its name."""
         partial, whole = self.partial_hf, self.hf.resolve()
@@ -138,38 +128,19 @@ class StartState:
     checkpoint: str | None  # its folder; None at the beginning
     step: int  # optimizer steps made
     message: str  # says so to the user
-    moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
 
 def choose_start(
     run: RunDirectory, config: RowsRunConfig, damaged: Mapping[str, str] = MappingProxyType({})
 ) -> StartState:
-    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
-
-    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
-    of them is chosen again only where it was fetched again.
-    """
-    used_folder.refuse_foreign(run.path)
-    moved: list[Change] = []
-    fetched = ""
-    resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
-    if resume == "never":
-        used_folder.refuse_used(run.path)
-        return StartState(None, 0, f"starting in {run.path}")
-    if own is not None:
-        moved = used_folder.check_same_run(run.path, config, own)
-        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
-    elif resume != "auto":
-        own = _elsewhere(run, resume, damaged)
-    elif config.checkpoint.remote is not None:
-        own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
-        fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
+    """Decides by `checkpoint.resume`, as `used_folder.find_start`, which may download it."""
+    own = used_folder.find_start(run.path, config, damaged, checkpoint_remote.fetch)
     if own is None:
-        used_folder.refuse_damaged(run.path, damaged)
-        again = " again: it has no checkpoint yet" if used_folder.files_of_run(run.path) else ""
-        return StartState(None, 0, f"starting in {run.path}{again}")
+        return StartState(None, 0, f"starting in {run.path}")
+    if used_folder.same_folder(os.path.dirname(own), str(run.checkpoints)):
+        own = atomic_checkpoint.finish_rename(own)  # no save may follow that would do it
     step = atomic_checkpoint.validate(own).step
-    return StartState(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
+    return StartState(own, step, f"resuming from {own}, after step {step}")
 
 
 def is_own(run: RunDirectory, start: StartState, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
@@ -192,16 +163,6 @@ def copy_missed(run: RunDirectory, start: StartState, config: CheckpointConfig) 
         return
     if used_folder.same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
-
-
-def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
-    """Returns the checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
-    if "://" not in resume:
-        return used_folder.checkpoint_elsewhere(resume, damaged)
-    checkpoint = checkpoint_remote.fetch(resume, str(run.checkpoints))
-    if checkpoint is None:
-        raise used_folder.no_checkpoint(resume, [])
-    return checkpoint
 
 
 def _provenance(command_line: str) -> str:

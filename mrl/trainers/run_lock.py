@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import pathlib
 import socket
-import stat
-import time
 
 from filelock import FileLock, Timeout
 
@@ -21,6 +19,8 @@ WAIT_S = 10.0
 """The processes of a run that was just killed may take seconds to be gone, and hold the lock for so long."""
 
 POLL_S = 0.1
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks."""
 
 
 def refuse_if_in_use(output_dir: pathlib.Path) -> None:
@@ -31,80 +31,47 @@ def refuse_if_in_use(output_dir: pathlib.Path) -> None:
         lock.release()
 
 
-def _is_no_folder(path: pathlib.Path) -> bool:
-    """Returns whether something else has the name, as a link that leads nowhere does."""
-    with contextlib.suppress(OSError):
-        mode = os.lstat(path).st_mode
-        return not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and path.is_dir()))
-    return False
-
-
 class RunLock:
     """The lock of a run on its directory, held by one process: two runs there would delete each other's checkpoints.
 
-    The kernel holds it (flock) and releases it however the process ends. The file names the holder. A release removes
-    it, and the folders that were made for it if they are empty. Linux extends flock over NFS; where it is of one
-    machine only (mounted with local_lock or nolock), runs on two machines do not see each other.
+    The kernel holds it (flock) and releases it however the process ends. The file names the holder, and a release
+    removes it. Linux extends flock over NFS; where it is of one machine only (mounted with local_lock or nolock), runs
+    on two machines do not see each other.
     """
 
     def __init__(self, output_dir: pathlib.Path, wait_s: float = WAIT_S) -> None:
         self.output_dir, self.wait_s = output_dir, wait_s
         # a soft lock, which filelock would take where there is no flock, outlives a run that is killed
         self._lock = FileLock(output_dir / NAME, thread_local=False, fallback_to_soft=False)
-        self._made: list[pathlib.Path] = []
 
     def acquire(self) -> None:
         """Takes the lock; raises ConfigError where another run still has it after `wait_s`, or there can be no folder.
 
         A file system that has no locks is warned about, and the run goes on without one.
         """
-        self._made = [folder for folder in (self.output_dir, *self.output_dir.parents) if not folder.exists()]
-        deadline = time.monotonic() + self.wait_s
-        while not self._lock.is_locked:
-            try:
-                self.output_dir.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire(timeout=max(deadline - time.monotonic(), 0), poll_interval=POLL_S)
-            except Timeout:
-                why = f"is in use by another run ({self._holder()})"
-                fix = "wait for it, stop it, or give another output_dir"
-                raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from None
-            except (FileNotFoundError, FileExistsError) as error:
-                # A run that ended has just removed the folder, or none can be made there: mkdir raises either.
-                if _is_no_folder(self.output_dir) or time.monotonic() > deadline:
-                    raise unwritable(str(self.output_dir), self.output_dir, error) from error
-                time.sleep(POLL_S)
-            except OSError as error:
-                if not self._can_be_opened():
-                    why, fix = f"cannot be locked ({error})", "give a folder that can be written"
-                    raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from error
-                self._remove()
-                logger.warning("output_dir: no lock in %s (%s): start no second run there", self.output_dir, error)
-                return
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=self.wait_s, poll_interval=POLL_S)
+        except Timeout:
+            why = f"is in use by another run ({self._holder()})"
+            fix = "wait for it, stop it, or give another output_dir"
+            raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise unwritable(str(self.output_dir), self.output_dir, error) from error
+            logger.warning("output_dir: no lock in %s (%s): start no second run there", self.output_dir, error)
+            return
         path = pathlib.Path(self._lock.lock_file)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
     def release(self) -> None:
         """Gives the lock back, if it is held here, and leaves nothing behind."""
         if self._lock.is_locked:
-            self._remove()
+            (self.output_dir / NAME).unlink(missing_ok=True)
             self._lock.release()
 
-    def _can_be_opened(self) -> bool:
-        """Returns whether the file is not what failed: then the file system has no locks, or none now."""
-        try:
-            os.close(os.open(self.output_dir / NAME, os.O_RDWR | os.O_CREAT, 0o666))
-        except OSError:
-            return False
-        return True
-
     def _holder(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self.output_dir / NAME).read_text(encoding="utf-8") or "unknown"
-        return "unknown"
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self.output_dir / NAME)
-        with contextlib.suppress(OSError):  # it is not empty
-            for folder in self._made:
-                folder.rmdir()
+        try:
+            return (self.output_dir / NAME).read_text(encoding="utf-8")
+        except OSError:  # it has just ended
+            return "unknown"

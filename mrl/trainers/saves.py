@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from mrl.engine import saving
-from mrl.engine.atomic_checkpoint import step_name
-from mrl.engine.background import BackgroundSaver, Write
+from mrl.engine.background import BackgroundSaver
 from mrl.engine.base import BaseEngine
 from mrl.errors import ConfigError
 from mrl.trainers.console import Console
@@ -37,49 +34,24 @@ class CheckpointSaver:
         self._held_s: float | None = None
         self._written_s: float | None = None
 
-    def begin(
-        self,
-        root: str,
-        step: int,
-        stage: Callable[[], Write],
-        *,
-        backend: str,
-        remote: str | None,
-        keep: int | None,
-        protect: Collection[str] = (),
-        then: Callable[[], None] = lambda: None,
-    ) -> str:
-        """Copies the state and has it written. Returns the folder that will be."""
+    def save(self, write: Callable[[], str]) -> str:
+        """Calls `write`, which saves a checkpoint or gives it to `saver` to be written. Returns its folder."""
         began_s = time.perf_counter()
         self.finish()  # one at a time: it bounds host memory, and saves end in order
-        write = stage()
-        saving.save_in_background(
-            self.saver, root, step, write, backend=backend, remote=remote, keep=keep, protect=protect, then=then
-        )
-        self._held_s = time.perf_counter() - began_s
-        return os.path.join(root, step_name(step))
-
-    def now(self, save: Callable[[], str]) -> str:
-        """Calls `save`, which waits until its checkpoint is whole. Returns the folder."""
-        began_s = time.perf_counter()
-        self.finish()
-        saved = save()
+        saved = write()
         self._held_s = time.perf_counter() - began_s
         return saved
 
     def finish(self) -> None:
         """Waits for the save under way, if any, and raises what went wrong with it."""
-        written_s = self.saver.finish()
-        self._written_s = self._written_s if written_s is None else written_s
+        self._written_s = self.saver.finish() or self._written_s
 
     def metrics(self) -> dict[str, float]:
         """Returns how long the save before this step held training up, and how long one that has ended was written.
         Raises what went wrong with it."""
-        metrics_of_save = {} if self._held_s is None else {"perf/save_held_s": self._held_s}
-        written_s = self.saver.poll()
-        written_s = self._written_s if written_s is None else written_s
+        seconds = {"perf/save_held_s": self._held_s, "perf/save_write_s": self.saver.poll() or self._written_s}
         self._held_s = self._written_s = None
-        return metrics_of_save if written_s is None else metrics_of_save | {"perf/save_write_s": written_s}
+        return {name: value for name, value in seconds.items() if value is not None}
 
     @contextlib.contextmanager
     def ended(self, console: Console) -> Iterator[None]:

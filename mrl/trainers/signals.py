@@ -66,8 +66,3 @@ class StopSignal:
                 clear = "\r\x1b[2K" if os.isatty(1) else ""  # of a progress bar, which is drawn again below
                 # Not by print: the signal may have come in the middle of one.
                 os.write(1, f"{clear}received {self.name}: {self.says}\n".encode())
-
-
-def signal_name(number: float) -> str:
-    """`SIGTERM` of 15."""
-    return signal.Signals(int(number)).name

@@ -3,72 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mrl.batch import Batch
-from mrl.engine import guards
-from mrl.engine.base import GradNorm
+from mrl.engine.guards import FaultKind, confirmed_faults
 from mrl.errors import TrainingError
-from mrl.roles.dispatch import StepResult, WorkerDispatch
+from mrl.roles.dispatch import StepResult
+from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.common import last_good, problems_in_words
-from mrl.trainers.run_directory import RunDirectory
+from mrl.trainers.trainer import Trainer
 
 
 class StepGuard:
-    """Checks the optimizer steps of a run's one model: losses and norms are finite, and the first step trains all that
-    it should."""
+    """Checks one optimizer step of a role: its numbers are finite and, with train.guards, every parameter trains.
+
+    The run's progress says what earlier steps have shown: a role's steps are watched until every parameter of it has
+    changed once. A gradient of zero is no fault in three cases. All are zero if no advantage, or no error of a value,
+    differs from 0 (`may_be_zero`). In the first step with a gradient, all below a value head is zero because the head
+    may start at zero. A of an adapter waits for B to move.
+    """
 
     def __init__(
-        self,
-        dispatch: WorkerDispatch,
-        directory: RunDirectory,
-        *,
-        head: str,  # the model's
-        watches_parameters: bool,  # train.guards
-        rows: Callable[[], Sequence[str]],  # file and line of each sequence of the batch at hand
+        self, trainer: Trainer, role: str, batch: Batch, *, head: str, may_be_zero: bool, rows: Sequence[str] = ()
     ) -> None:
-        self._dispatch, self._directory, self._rows = dispatch, directory, rows
-        self.watches_parameters = watches_parameters
-        self._below_zero_head = head == "value"  # which may start at zero
+        """rows: file and line of each sequence of the batch."""
+        self._trainer, self._progress, self._role, self._batch, self._rows = (
+            trainer,
+            trainer.progress,
+            role,
+            batch,
+            rows,
+        )
+        self._head, self._may_be_zero = head, may_be_zero
+        self._of = "" if role == MODEL else f"{role}'s "
+        self.watches_parameters = trainer.config.train.guards and role not in self._progress.trained
 
-    def before_update(self, step: int, batch: Batch, loss: float) -> None:
-        """Checks the loss of `step`."""
+    def before_update(self, loss: float) -> None:
+        """Checks the loss."""
         if not math.isfinite(loss):
-            raise self._failed(step, batch, f"the loss is {loss}")
+            raise self._failed(f"the {self._of}loss is {loss}")
 
-    def after_update(self, step: int, batch: Batch, result: StepResult) -> None:
-        """Checks the gradient norm and, until every parameter has been seen to train, what the update did to them."""
-        problems = guards.confirmed_faults(result.problems)
-        if self._below_zero_head:
-            problems = [problem for problem in problems if problem.kind is not guards.FaultKind.ZERO_GRADIENT]
-            self._below_zero_head = False
-        if fault := norm_fault("the gradient norm", result.grad_norm, problems):
-            raise self._failed(step, batch, fault)
+    def after_update(self, result: StepResult) -> None:
+        """Checks the gradient norm and, while parameters are watched, that they changed."""
+        problems, norm = confirmed_faults(result.problems), result.grad_norm
+        if norm.skipped is not None or not math.isfinite(norm):
+            why = f" ({norm.skipped})" if norm.skipped else ""
+            what = f"the {self._of}gradient norm is {float(norm)}{why}"
+            raise self._failed("; ".join([what, *map(str, problems[:5])]))
+        if not self.watches_parameters:
+            return
+        progress, role = self._progress, self._role
+        has_gradient, an_adapter_waits = float(norm) != 0, len(problems) < len(result.problems)
+        if (self._may_be_zero and not has_gradient) or (self._head == "value" and role not in progress.moved):
+            problems = [problem for problem in problems if problem.kind is not FaultKind.ZERO_GRADIENT]
+        elif not problems and not an_adapter_waits:
+            progress.trained.append(role)
+        if has_gradient and role not in progress.moved:
+            progress.moved.append(role)
         if problems:
-            raise self._failed(
-                step, batch, f"the first step did not train the model as it should: {problems_in_words(problems)}"
-            )
-        # Two findings are no fault. An adapter's A has no gradient while its B is 0. Layers below a value head of zeros
-        # have none before the head moves. So the next step is watched, too.
-        self.watches_parameters = bool(result.problems)
+            raise self._failed(f"the step did not train the {role} as it should: {problems_in_words(problems)}")
 
-    def _failed(self, step: int, batch: Batch, what: str) -> TrainingError:
-        return failed_step(self._dispatch, self._directory, step, batch, what, rows=self._rows(), kept_as="the batch")
-
-
-def norm_fault(name: str, grad_norm: GradNorm, problems: Sequence[guards.Problem]) -> str | None:
-    """Returns the fault of a gradient norm, with the first problems of parameters; None where the step was made."""
-    if grad_norm.skipped is None and math.isfinite(grad_norm):
-        return None
-    why = f" ({grad_norm.skipped})" if grad_norm.skipped else ""
-    return "; ".join([f"{name} is {float(grad_norm)}{why}", *map(str, problems[:5])])
-
-
-def failed_step(
-    dispatch: WorkerDispatch, directory: RunDirectory, step: int, batch: Batch, what: str, *, rows: Sequence[str],
-    kept_as: str,
-) -> TrainingError:  # fmt: skip
-    """Saves the batch of `step`. Returns an error that names the fault, the file and the last good state.
-    Collective."""
-    path = dispatch.on_main(lambda: directory.save_failed_batch(step, batch, rows))
-    return TrainingError(f"step {step}: {what}; {kept_as} is in {path}; {last_good(dispatch, directory, step - 1)}")
+    def _failed(self, what: str) -> TrainingError:
+        """Saves the batch. Returns an error that names the fault, the file and the last good state. Collective."""
+        trainer, step = self._trainer, self._progress.step + 1
+        dispatch, directory = trainer.dispatch, trainer.directory
+        path = dispatch.on_main(lambda: directory.save_failed_batch(step, self._batch, self._rows))
+        good = last_good(dispatch, directory, step - 1)
+        return TrainingError(f"step {step}: {what}; the batch is in {path}; {good}")

@@ -37,15 +37,6 @@ class RowsTask(Protocol):
         """Returns the rows of data.train or data.eval."""
 
 
-def engine_of_groups(engine: EngineConfig, longest: int) -> EngineConfig:
-    """Returns an engine whose micro-batches hold whole groups of sequences (of one, or both of a pair).
-
-    longest: most tokens of a group.
-    """
-    tokens = micro_batch_tokens(engine.micro_batch, longest)
-    return dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens))
-
-
 def role_config(
     config: Any,
     folder: str,
@@ -62,9 +53,11 @@ def role_config(
     folder: of the model. longest: most tokens of a group of sequences; a micro-batch holds groups whole. model, engine:
     None for those that train.
     """
+    engine = engine or config.engine
+    tokens = micro_batch_tokens(engine.micro_batch, longest)
     return RoleConfig(
         model=dataclasses.replace(model or config.model, path=folder),
-        engine=engine_of_groups(engine or config.engine, longest),
+        engine=dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens)),
         optimizer=optimizer,
         seed=config.seed,
         head=head,

@@ -29,11 +29,10 @@ from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
 from mrl.roles.teacher_server import TeacherServer
-from mrl.trainers.cache_pass import fill
-from mrl.trainers.caches import weights_digest, with_precision
+from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.common import say_all
+from mrl.trainers.opening import say_choices
 from mrl.trainers.task import role_config
-from mrl.trainers.teacher_cache import TopCache, TopTokens
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
 from mrl.weights.hub import model_fingerprint, model_folder
@@ -51,8 +50,7 @@ class Teacher:
         self.folder = ""
         self.tokenizer: PreTrainedTokenizerBase  # its own, which `check` reads
         self.vocab_size = self.own_vocab_size = 0  # rows of the student's output layer, and of the teacher's
-        self.cache: TopCache | None = None
-        self.top: Callable[[Batch], TopTokens]  # of a global mini-batch, on every rank; collective
+        self.top: Callable[[Batch], Said]  # as `top_by`, on every rank; collective
 
     @property
     def ids_per_token(self) -> int:
@@ -73,13 +71,10 @@ class Teacher:
         with self._rewrite_error_keys():
             self.folder = model_folder(path, weights=server is None)
             self.tokenizer = own = load_tokenizer(self.folder, self.config.model.trust_remote_code)
-            sizes = [vocab_size_of(which) for which in (hf_config, read_hf_config(self.folder))]
+            own_config = read_hf_config(self.folder)
         check_same_vocabulary(tokenizer.get_vocab(), own.get_vocab(), path, key, "model.path")
-        for size, of, which in zip(sizes, ("model.path", key), (self.config.model.path, path), strict=True):
-            if size is None:
-                why = "has no vocab_size in its config.json, which distillation compares"
-                raise ConfigError(of, quoted(which), why, "give a model that has")
-        self.vocab_size, self.own_vocab_size = (size or 0 for size in sizes)
+        self.vocab_size = known_vocab_size("model.path", self.config.model.path, hf_config)
+        self.own_vocab_size = known_vocab_size(key, path, own_config)
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -96,28 +91,26 @@ class Teacher:
         if head is None:  # and `top` is never called
             trainer.console.say(f"{self.key}: no row learns from it, so it is not asked")
             return
-        self.cache = cache = TopCache(place, self._made_by(trainer.dispatch, place / "weights.json"))
-        cache.read()
-        why = "damaged, or of another teacher, dtype, temperature or number of ids"
-        stale = f"files in {cache.folder} are {why}, and are made anew"
+        cache = RowCache(place, self._made_by(trainer.dispatch), ("ids", "log_probs"), per_token=True)
         every, what = itertools.chain([head], own), f"the log-probs of {self.key}"
-        if fill(cache, every, lambda: self._asked(trainer), trainer, name=self.key, what=what, stale=stale):
-            cache.read()
+        fill(cache, every, lambda: self._asked(trainer), trainer, name=self.key, what=what)
         self.top = cache.of
 
-    def _made_by(self, dispatch: WorkerDispatch, memo: pathlib.Path) -> dict[str, Any]:
-        """Returns what the log-probs depend on, beside the rows. memo: of `weights_digest`."""
+    def _made_by(self, dispatch: WorkerDispatch) -> dict[str, Any]:
+        """Returns what the log-probs depend on, beside the rows."""
         keys, server = self.keys, self.own.server
         by: dict[str, Any] = {"ids": self.ids_per_token, "temperature": keys.temperature}
         if server is not None:
             asked = TeacherServer(server, f"{self.key}.server")
             about = dispatch.on_main(lambda: {"server": asked.name, "model": model_fingerprint(self.folder)})
             return by | about
-        model = dispatch.on_main(lambda: [model_fingerprint(self.folder), weights_digest(self.folder, memo)])
-        by |= {"model": model, "dtype": self.config.teacher_model(self.own.model).dtype}
+        by |= {
+            "model": dispatch.on_main(FrozenModel(self.folder).fingerprint),
+            "dtype": self.config.teacher_model(self.own.model).dtype,
+        }
         return by | with_precision(self.own.engine or self.config.engine)
 
-    def _asked(self, trainer: Trainer) -> Callable[[Batch], TopTokens]:
+    def _asked(self, trainer: Trainer) -> Callable[[Batch], Said]:
         """Returns what asks the teacher itself, which is built now."""
         dispatch, console = trainer.dispatch, trainer.console
         ctx = {"temperature": self.keys.temperature, "top": self.ids_per_token}
@@ -130,7 +123,7 @@ class Teacher:
         console.doing("building the teacher")
         with self._rewrite_error_keys():
             teacher = build_engine(role_of(self.config, self.own, self.folder))
-            say_all(console, [f"{self.key}: {note}" for note in teacher.notes])
+            say_choices(console, {self.key: teacher})
             teacher.init_model()
         dispatch.engines[self.key] = teacher
         return functools.partial(top_by, ask_role(dispatch, self.key), ctx)
@@ -192,12 +185,22 @@ class Teachers:
             if own is None:
                 continue
             found, at = one.top(own), ((of_T == number) & trained).nonzero()[:, 0]
-            here, width = found.ids < one.vocab_size, found.ids.shape[1]  # of a teacher with more rows than the student
-            labels[at, 1 : 1 + width] = (found.ids * here).long()
-            log_probs[at, :width] = found.log_probs.masked_fill(~here, -torch.inf)
+            ids, width = found["ids"], found["ids"].shape[1]
+            here = ids < one.vocab_size  # of a teacher with more rows than the student
+            labels[at, 1 : 1 + width] = (ids * here).long()
+            log_probs[at, :width] = found["log_probs"].masked_fill(~here, -torch.inf)
         fields = {**batch.token_fields, TEACHER: log_probs}
         ctx = {"temperature": self.keys.temperature, "first_temperature": 1.0}
         return dataclasses.replace(batch, labels=labels, token_fields=fields, denominators=counts), ctx
+
+
+def known_vocab_size(key: str, path: str, hf_config: Mapping[str, Any]) -> int:
+    """Returns the rows of a model's embedding. Raises ConfigError where config.json has no number. path: of `key`."""
+    size = vocab_size_of(hf_config)
+    if size is None:
+        why = "has no vocab_size in its config.json, which distillation compares"
+        raise ConfigError(key, quoted(path), why, "give a model that has")
+    return size
 
 
 def _of_teacher(batch: Batch, number: int) -> Batch | None:
@@ -220,8 +223,9 @@ def role_of(config: SFTConfig, teacher: OneTeacherConfig, folder: str) -> RoleCo
     )
 
 
-def top_by(ask: Ask, ctx: Mapping[str, Any], batch: Batch) -> TopTokens:
-    """Returns what a teacher says of a global mini-batch, on every rank. ctx: temperature, and top."""
+def top_by(ask: Ask, ctx: Mapping[str, Any], batch: Batch) -> Said:
+    """Returns ids [N, K] int32 and log_probs [N, K] fp32, largest first, of a global mini-batch, on every rank. ctx:
+    temperature, and top."""
     found = ask(batch, dict(ctx))
     trained = batch.loss_mask.nonzero()[:, 0]
-    return TopTokens(found["top_tokens"][trained].int(), found["top_log_probs"][trained].float())
+    return {"ids": found["top_tokens"][trained].int(), "log_probs": found["top_log_probs"][trained].float()}

@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,9 +22,9 @@ from mrl.config.resume import check_resume
 from mrl.config.schema import ModelConfig
 from mrl.config.urls import without_signatures
 from mrl.data.dataset import Part, RowDataset
-from mrl.data.encode import Encoder
 from mrl.data.mixture import eval_rows, train_rows
 from mrl.data.stream import RowStream
+from mrl.engine import saving
 from mrl.engine.atomic_checkpoint import step_name
 from mrl.engine.collective import error_of_all, is_main
 from mrl.engine.lora.folder import name_base
@@ -39,31 +39,21 @@ from mrl.trainers.common import (
     is_due,
     load_newest,
     log_without_evaluation,
-    mtp_tensors_of,
     say_all,
     say_left_out,
     say_other_choices,
     say_other_ends,
     stop_error,
-    use_of_adapter,
 )
-from mrl.trainers.console import Console, figures, open_console
+from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.adapter_folder import is_adapter
-from mrl.weights.mtp import COUNT
 from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
 from mrl.words import pluralize
-
-
-class Evaluates(Protocol):
-    """Measures what the run has trained, on data.eval."""
-
-    def run(self, step: int) -> dict[str, float] | None:
-        """Returns metrics after `step`; None where a signal came first. Collective."""
 
 
 @contextlib.contextmanager
@@ -84,7 +74,7 @@ class Trainer(abc.ABC):
     dispatch: WorkerDispatch
     total_steps: int
     source: RowStream[Any]  # of data.train
-    evaluation: Evaluates | None  # None without data.eval
+    evaluation: Any  # an `Evaluation` of rows or prompts; None without data.eval
     stop: StopSignal
     saves: CheckpointSaver
     tokenizer: PreTrainedTokenizerBase  # the model's, with data.chat_template
@@ -133,11 +123,6 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def model(self) -> ModelConfig:
         """The section of the model that is exported."""
-
-    @property
-    def encoders(self) -> Sequence[Encoder]:
-        """Encoders of rows that train."""
-        return ()
 
     @abc.abstractmethod
     def build(self, start: StartState) -> StartState:
@@ -216,7 +201,8 @@ class Trainer(abc.ABC):
         self.stop.says = None  # the run ends by itself now
         if config.checkpoint.export_hf:
             self.export()
-        self.say_done()
+        made = f"{pluralize(self.progress.step, 'step')}, {pluralize(round(self.progress.tokens), 'trained token')}"
+        console.say(f"done: {made}; everything is in {self.directory.path}")
 
     def notes(self) -> list[str]:
         """Returns lines on the run for config.yaml."""
@@ -246,8 +232,8 @@ class Trainer(abc.ABC):
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Returns metrics of the model after `step`; None where a signal came first."""
-        assert self.evaluation is not None, "nothing to evaluate on"
-        return self.evaluation.run(step)
+        measured: dict[str, float] | None = self.evaluation.run(step)
+        return measured
 
     def evaluate_before(self) -> None:
         """Evaluates the model before training, and writes the line of step 0."""
@@ -356,13 +342,17 @@ class Trainer(abc.ABC):
             if is_best:
                 directory.name_best(name, remote)
 
-        if in_background:
-            return self.saves.begin(
-                root, progress.step, lambda: dispatch.stage_checkpoint(state, to_come),
+        def begin() -> str:
+            saving.save_in_background(
+                self.saves.saver, root, progress.step, dispatch.stage_checkpoint(state, to_come),
                 backend=dispatch.checkpoint_backend, remote=remote, keep=keep, protect=protect, then=name_best,
             )  # fmt: skip
+            return f"{root}/{name}"
+
+        if in_background:
+            return self.saves.save(begin)
         state |= to_come()
-        saved = self.saves.now(
+        saved = self.saves.save(
             lambda: dispatch.save_checkpoint(
                 root, remote, global_step=progress.step, keep=keep, state=state, protect=protect
             )
@@ -380,7 +370,7 @@ class Trainer(abc.ABC):
         for note in check_resume(state["config"], to_dict(config)):
             console.say(f"changed since the checkpoint: {note}")
         say_other_choices(console, state.get("chosen", {}), dispatch.chosen)
-        say_other_ends(console, state, self.ends, self.encoders)
+        say_other_ends(console, state, self.ends)
         self.check_models(state)
         self.progress = Progress(**state["progress"])
         if not is_own(self.directory, start, state["config"], config.checkpoint):
@@ -397,14 +387,9 @@ class Trainer(abc.ABC):
 
     def export(self) -> None:
         """Writes output_dir/hf, at once or not at all."""
-        dispatch, directory, console, template = (
-            self.dispatch,
-            self.directory,
-            self.console,
-            self.tokenizer.chat_template,
-        )
-        role, path = dispatch.engines[self.role].config, self.model.path
-        folder = role.model.path  # what the model started from
+        dispatch, directory, console = self.dispatch, self.directory, self.console
+        template, path = self.tokenizer.chat_template, self.model.path
+        folder = dispatch.engines[self.role].config.model.path  # what the model started from
         if is_adapter(pathlib.Path(path).expanduser()):
             path = folder  # adapters are over what was merged
         console.doing("exporting the model")
@@ -417,23 +402,6 @@ class Trainer(abc.ABC):
         dispatch.on_main(lambda: add_end_tokens(directory.partial_hf, folder, self.ends.own, self.ends.added))
         dispatch.on_main(directory.publish_export)
         if adapter:
-            console.say(f"adapter: {directory.hf} ({dispatch.on_main(lambda: use_of_adapter(folder, path))})")
-            return
-        without = ""
-        if role.mtp is None and dispatch.on_main(lambda: mtp_tensors_of(folder)):
-            without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
-        console.say(f"model: {directory.hf} (loadable with transformers{without})")
-
-    def say_done(self) -> None:
-        """Says what the metrics came to, where everything is, and how much was made."""
-        directory, console, progress = self.directory, self.console, self.progress
-        if not self.dispatch.is_main or not console.shows:
-            return
-        if found := figures(metrics.read(directory.path / "metrics.jsonl")):
-            console.say(f"{'first -> last' if '->' in found else 'last'}: {found}")
-        places = [path.name + "/" * path.is_dir() for path in directory.contents()]
-        console.say(f"{directory.path} has {', '.join(places)}")
-        console.say(
-            f"done: {pluralize(progress.step, 'step')}, {pluralize(round(progress.tokens), 'trained token')}; "
-            f"everything is in {directory.path}"
-        )
+            console.say(f"adapter: {directory.hf} (over {path})")
+        else:
+            console.say(f"model: {directory.hf} (loadable with transformers)")

@@ -5,41 +5,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.load import read_yaml, to_dict
-from mrl.config.resume import Change, check_resume, path_keys, with_limits_of
+from mrl.config.resume import check_resume, with_limits_of
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError, Shown, quoted, shortened
-from mrl.trainers import run_lock
 from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.words import pluralize
 
-NOT_CHECKED = "changed since, and not looked at, as there is nothing to do"
 CONTINUE_FIX = "raise train.steps or train.epochs to train on, or give another output_dir"
 FILES = ("config.yaml", "metrics.jsonl")
 RESULTS = ("checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
-FOLDERS = (*RESULTS, "teacher", "reference", ".tmp-hf", "logs", "merged")
-REPLACED = tuple(f"checkpoints/{name}" for name in atomic_checkpoint.POINTERS)
-"""Files that are written anew, as a link is that leads nowhere."""
-CACHES = ("teacher", "reference")
-"""Folders that are read, and written by the run alone that makes them: they may be another user's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from; `str` says so to the user."""
+    """The checkpoint that a run resumes from."""
 
-    message: str
+    message: str  # says so to the user
     is_complete: bool = False  # steps, export and log: there is nothing to do
-    moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
-
-    def __str__(self) -> str:
-        changes = [f"{NOT_CHECKED}: {change}" for change in self.moved] if self.is_complete else []
-        return "\n".join([self.message, *changes])
 
 
 def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
@@ -48,29 +36,55 @@ def check(config: RowsRunConfig, lora_export: str | None) -> ResumePoint | None:
 
     lora_export: `export` of the adapters; None if none train.
     """
-    path, resume = pathlib.Path(config.output_dir), config.checkpoint.resume
+    path = pathlib.Path(config.output_dir)
+    own = find_start(path, config)
+    if own is None:
+        return None
+    step, steps = atomic_checkpoint.validate(own).step, config.train.steps
+    exported = is_exported(path / "hf", lora_export)
+    if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
+        if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
+            return ResumePoint(f"{complete_line(path, step, steps)}; {CONTINUE_FIX}", is_complete=True)
+        return ResumePoint(complete_line(path, step, steps))
+    return ResumePoint(f"resuming from {own}, after step {step}")
+
+
+def find_start(
+    path: pathlib.Path,
+    config: RowsRunConfig,
+    damaged: Mapping[str, str] = MappingProxyType({}),
+    fetch: Callable[[str, str], str | None] | None = None,
+) -> str | None:
+    """Returns the checkpoint that a run in `path` starts from, by `checkpoint.resume`; None at the beginning. Raises a
+    UserError where the run would overwrite another one's files.
+
+    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
+    of them is chosen again only where it was fetched again. fetch: downloads the newest checkpoint at a URL into a
+    folder; without it None is returned in place of that.
+    """
     refuse_foreign(path)
+    resume, checkpoints = config.checkpoint.resume, str(path / "checkpoints")
     if resume == "never":
         refuse_used(path)
         return None
-    own = atomic_checkpoint.find_checkpoint(str(path / "checkpoints"))
-    moved: list[Change] = []
+    own = atomic_checkpoint.find_checkpoint(checkpoints, but=damaged)
     if own is not None:
-        moved = check_same_run(path, config, own)
-    elif resume != "auto" and "://" not in resume:
-        own = checkpoint_elsewhere(resume)
-    elif resume == "auto" and config.checkpoint.remote is None:
-        refuse_damaged(path)
-    if own is None:
+        check_same_run(path, config, own)
+        return own
+    if resume != "auto" and "://" not in resume:
+        own = atomic_checkpoint.find_checkpoint(resume, but=damaged)
+        if own is None:
+            raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
+        return own
+    url = config.checkpoint.remote if resume == "auto" else resume
+    if url is not None and fetch is None:
         return None
-    step, steps, hf = atomic_checkpoint.validate(own).step, config.train.steps, path / "hf"
-    is_adapter = (hf / ADAPTER_CONFIG).exists()
-    exported = hf.exists() and (lora_export is None or is_adapter == (lora_export == "adapter"))
-    if steps is not None and step >= steps and same_folder(os.path.dirname(own), str(path / "checkpoints")):
-        if (exported or not config.checkpoint.export_hf) and last_is_logged(path, step):
-            return ResumePoint(f"{complete_line(path, step, steps)}; {CONTINUE_FIX}", is_complete=True, moved=moved)
-        return ResumePoint(complete_line(path, step, steps))
-    return ResumePoint(f"resuming from {own}, after step {step}")
+    own = None if url is None or fetch is None else fetch(url, checkpoints)
+    if own is None and resume != "auto":
+        raise no_checkpoint(resume, [])
+    if own is None:
+        refuse_damaged(path, damaged)
+    return own
 
 
 def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
@@ -79,6 +93,11 @@ def complete_line(path: pathlib.Path, step: int, steps: int) -> str:
     if step > steps:
         made = f"it has made {pluralize(step, 'step')}, and this config asks for {steps}"
     return f"the run in {path} is complete: {made}"
+
+
+def is_exported(hf: pathlib.Path, lora_export: str | None) -> bool:
+    """Returns whether a run has left the export that its config names. lora_export: of adapters; None if none train."""
+    return hf.exists() and (lora_export is None or (hf / ADAPTER_CONFIG).exists() == (lora_export == "adapter"))
 
 
 def last_is_logged(path: pathlib.Path, step: int) -> bool:
@@ -117,43 +136,19 @@ def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] = MappingProxy
         )
 
 
-def check_kinds(folder: pathlib.Path) -> None:
-    """Raises ConfigError where a run could not write: a file for a folder, a folder for a file, a link to nothing, what
-    it has no right to.
-
-    A link to what is there is followed: checkpoints may be on another disk.
-    """
-    logs = sorted(f"logs/{path.name}" for path in (folder / "logs").glob("rank_*.log"))
-    for name in (*FILES, *FOLDERS, *REPLACED, *logs, run_lock.NAME):
-        path, why = folder / name, ""
-        if path.is_symlink() and not path.exists() and name not in REPLACED:
-            why = f"has a link {name} to {shortened(os.readlink(path), 80)}, which is not there"
-        elif path.exists() and path.is_dir() != (name in FOLDERS):
-            kinds = ("file", "folder") if name in FOLDERS else ("folder", "file")
-            why = f"has a {kinds[0]} {name}, where a run has a {kinds[1]}"
-        elif path.exists() and (barred := _barred(path, writes=name in FOLDERS and name not in CACHES)):
-            why = f"has a {'folder' if name in FOLDERS else 'file'} {name} that this user may not {barred}"
-        if why:
-            fix = f"move {name} away, or give another output_dir"
-            raise ConfigError("output_dir", quoted(str(folder)), why, fix)
+def check_rights(folder: pathlib.Path) -> None:
+    """Raises ConfigError where this user may not read a checkpoint: an older one would be gone on from."""
     for step in sorted((folder / "checkpoints").glob("step_*")):
-        for path in (step, step / atomic_checkpoint.MARKER):  # else an older checkpoint would be gone on from
-            if path.exists() and (barred := _barred(path, writes=False)):
-                why = f"has {path.relative_to(folder)} that this user may not {barred}"
+        for path, right in ((step, os.R_OK | os.X_OK), (step / atomic_checkpoint.MARKER, os.R_OK)):
+            if path.exists() and not os.access(path, right):
+                why = f"has {path.relative_to(folder)} that this user may not read"
                 fix = "give this user the right, move it away, or give another output_dir"
                 raise ConfigError("output_dir", quoted(str(folder)), why, fix)
 
 
-def _barred(path: pathlib.Path, *, writes: bool) -> str | None:
-    """Returns what this user may not do with a file or folder; None where all is right. writes: or in it."""
-    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        return "read"
-    return "write into" if writes and not os.access(path, os.W_OK) else None
-
-
 def refuse_foreign(path: pathlib.Path) -> None:
     """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
-    check_kinds(path)
+    check_rights(path)
     config = path / "config.yaml"
     if config.exists() and not config.read_text(encoding="utf-8", errors="replace").startswith("# Written by mrl"):
         raise ConfigError(
@@ -164,17 +159,14 @@ def refuse_foreign(path: pathlib.Path) -> None:
         )
 
 
-def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> list[Change]:
-    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
-
-    Returns what has another name there (`path_keys`).
-    """
+def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> None:
+    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint."""
     file, now = path / "config.yaml", to_dict(config)
     before = read_yaml(file) if file.exists() else now
     if file.exists() and _is_older(pathlib.Path(newest) / atomic_checkpoint.MARKER, file):
         # A start that has saved nothing wrote the file. The run compares the limits with those of the checkpoint.
         before = with_limits_of(before, now, type(config))
-    changes = check_resume(before, now)
+    check_resume(before, now)
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not same_folder(resume, newest):
@@ -184,19 +176,10 @@ def check_same_run(path: pathlib.Path, config: RowsRunConfig, newest: str) -> li
             f"is not the newest checkpoint of the run in {path}, which is {newest}",
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
         )
-    return [change for change in changes if change.key in path_keys(type(config))]
 
 
 def _is_older(one: pathlib.Path, other: pathlib.Path) -> bool:
     return one.stat().st_mtime < other.stat().st_mtime
-
-
-def checkpoint_elsewhere(resume: str, damaged: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Returns the checkpoint in the folder `resume`, or that folder. Raises CheckpointError without one."""
-    checkpoint = atomic_checkpoint.find_checkpoint(resume, but=damaged)
-    if checkpoint is None:
-        raise no_checkpoint(resume, [*atomic_checkpoint.damage(resume), *damaged.values()])
-    return checkpoint
 
 
 def no_checkpoint(resume: str, wrong: list[str]) -> CheckpointError:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from mrl.errors import UserError
 
-SILENCES_S = (5.0, 15.0, 30.0, 60.0)
-"""Seconds of silence after which a line is shown; after the last one, again each time that so many more have passed."""
+SILENCE_S = 15.0
+"""Seconds of silence after which a line is shown, again each time that so many more have passed."""
 
 
 class WaitWatch:
@@ -25,7 +25,7 @@ class WaitWatch:
         self._write = write
         self._lock = threading.Lock()
         self._what, self._detail, self._began_s = "", "", 0.0
-        self._silent_since_s, self._words = time.monotonic(), 0
+        self._silent_since_s = time.monotonic()
         self._ended: threading.Event | None = None
 
     def doing(self, what: str) -> None:
@@ -33,7 +33,7 @@ class WaitWatch:
         with self._lock:
             self._what, self._detail, self._began_s = what, "", time.monotonic()
             if self._ended is None:
-                self._silent_since_s, self._words = self._began_s, 0
+                self._silent_since_s = self._began_s
                 self._ended = threading.Event()
                 threading.Thread(target=self._run, args=(self._ended,), name="mrl-waits", daemon=True).start()
 
@@ -44,7 +44,7 @@ class WaitWatch:
     def reset(self) -> None:
         """Starts the silence anew: another line was shown."""
         with self._lock:
-            self._silent_since_s, self._words = time.monotonic(), 0
+            self._silent_since_s = time.monotonic()
 
     def close(self) -> None:
         """Ends the thread, until `doing`. May be called twice."""
@@ -56,11 +56,9 @@ class WaitWatch:
     def word(self, now_s: float) -> str | None:
         """Returns the line that is due at a time, or None."""
         with self._lock:
-            later = max(0, self._words - len(SILENCES_S) + 1)
-            due_s = SILENCES_S[min(self._words, len(SILENCES_S) - 1)] + later * SILENCES_S[-1]
-            if now_s - self._silent_since_s < due_s:
+            if now_s - self._silent_since_s < SILENCE_S:
                 return None
-            self._words += 1
+            self._silent_since_s = now_s
             detail = f": {self._detail}" if self._detail else ""
             return f"{self._what}{detail} ({now_s - self._began_s:.0f} s so far)"
 

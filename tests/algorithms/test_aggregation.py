@@ -6,7 +6,6 @@ Traps 5 (a mean of means) and 7 (length instead of mask).
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 
 from mrl.algorithms.aggregation import DENOMINATORS, token_weights
@@ -39,11 +38,3 @@ def test_traps_5_and_7_sum_over_any_split_is_the_aggregate(name, case):
         assert not weights_T[micro.loss_mask == 0].any()
         total += float((micro.token_fields["loss"] * weights_T).sum()) / micro.denominators[DENOMINATORS[name]]
     assert total == pytest.approx(oracle(name, losses, case.masks), rel=1e-9, abs=1e-9)
-
-
-def test_what_cannot_be_is_refused():
-    one, length = torch.ones(1), torch.tensor([1])
-    with pytest.raises(AssertionError, match="fixed_length is None"):
-        token_weights("fixed_length", one, length)
-    with pytest.raises(AssertionError, match="'mean' is none of"):
-        token_weights("mean", one, length)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, clipped_surrogate, largest_ratio
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, largest_ratio
 from tests.algorithms.sequences import close, examples, flat, ragged
 
 CLIPS = st.sampled_from([Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.1, 0.5, 3.0), Clip(0.3, 0.2, 1.5), Clip(1.0, 4.0)])
@@ -109,11 +109,6 @@ def test_clip_fraction_counts_where_clipping_changed_something(log_ratio, advant
         outside = not 1 - clip.low < r < 1 + clip.high
         expected = {"clip": clip_oracle(r, advantage, clip)[1] == 0.0, "cispo": outside, "policy_gradient": False}
         assert clipped == expected[name], name
-
-
-def test_a_dual_clip_below_1_is_refused():
-    with pytest.raises(AssertionError, match="dual clip is 0.9"):
-        clipped_surrogate(torch.ones(1), torch.ones(1), torch.ones(1), Clip(0.2, 0.2, 0.9))
 
 
 @examples

@@ -31,13 +31,11 @@ def damaged_run(workspace: Workspace) -> None:
 
 CASES = [
     Case("no such folder", "checkpoint.resume", ("is no folder", "auto, never"), ("checkpoint.resume=nowhere",)),
-    Case("no checkpoint in it", "checkpoint.resume", ("no whole checkpoint",), ("checkpoint.resume=model",)),
     Case("foreign marker", STEP, ("COMPLETE", "use another checkpoint"), RESUME, lambda w: w.write(f"{STEP}/COMPLETE", '{"a": 1}')),
     Case("cut shard", STEP, ("damaged", "bytes"), RESUME, shard(lambda path: os.truncate(path, 100))),
     Case("another model", STEP, ("of another model", "intermediate_size 48 there and 64 here"), (*RESUME, "model.init=random"), model_cases.fields(intermediate_size=64)),
     Case("another engine", STEP, ("saved by the megatron engine",), (*RESUME, "engine.backend=fsdp")),
     Case("all damaged", "checkpoint.resume", ("no whole checkpoint", "damaged or foreign"), ("checkpoint.resume=earlier/checkpoints",), lambda w: w.write(f"{STEP}/COMPLETE", "{}")),
-    Case("never", "checkpoint.resume", ("would overwrite", "output_dir"), ("checkpoint.resume=never",), lambda w: shutil.copytree(w.root / "earlier", w.root / "run")),
     Case("damaged run", "run/checkpoints/step_00000001", ("put one back",), edit=damaged_run),
     Case("remote that cannot be written", "checkpoint.remote", ("file:///proc/nowhere", "cannot be written"), ("checkpoint.remote=file:///proc/nowhere",)),
     Case("nobody logged in", "log.wandb.mode", ("wandb login", "offline"), ("log.wandb={project: p, mode: online}",)),

@@ -6,7 +6,6 @@ from tests.bad_input.mistakes import MOE, Case, set_config, set_model
 
 CASES = [
     # The file itself.
-    Case("not yaml", "config.yaml:2", ("not valid YAML",), edit=set_config("output_dir: run\nmodel: {path: model\n")),
     Case("a list", "config.yaml", ("holds a list",), edit=set_config("- output_dir\n")),
     Case("not utf-8", "config.yaml", ("not UTF-8",), edit=set_config(b"output_dir: \xff\n")),
     Case("python object", "config.yaml:1", ("not valid YAML",), edit=set_config("output_dir: !!python/object:os.x {}\n")),
@@ -14,7 +13,6 @@ CASES = [
     Case("key twice", "model.path", ("lines 2 and 3",), edit=set_config("model:\n  path: a\n  path: b\n")),
     # Keys.
     Case("unknown key", "train.step", ("value 3", "did you mean train.steps"), ("train.step=3",)),
-    Case("key of another section", "lr", ("did you mean optimizer.lr",), ("lr=0.1",)),
     Case("unknown key deep down", "engine.parallel.tensor", ("tp, pp, vpp",), ("engine.parallel.tensor=2",)),
     Case("key that is a number", "1", ("unknown key",), ("1=2",)),
     Case("missing data", "data.train", ("is missing",), ("data=null",)),
@@ -23,22 +21,15 @@ CASES = [
     Case("no value", "data.eval", ("write data.eval=null for none, or 'data.eval=\"\"' for an empty text",), ("data.eval=",)),
     Case("no key", "=3", ("write KEY=VALUE",), ("=3",)),
     Case("below a value", "output_dir", ("needs a mapping",), ("output_dir.x=3",)),
-    Case("not yaml in an override", "data.columns", ("not valid YAML",), ("data.columns={a: b",)),
     Case("key twice in an override", "engine.parallel.tp", ("twice",), ("engine.parallel={tp: 1, tp: 2}",)),
     # Types.
-    Case("text for a number", "train.steps", ('"ten"', "whole number of at least 1"), ("train.steps=ten",)),
     Case("bool for a number", "train.steps", ("true or false",), ("train.steps=true",)),
     Case("number for a bool", "data.packing", ("give true or false",), ("data.packing=1",)),
-    Case("number for text", "output_dir", ("quote it",), ("output_dir=7",)),
     Case("colon in text", "data.system", ("as text with a colon is in YAML (quote it",), ("data.system=Be brief:",)),
-    Case("list for a section", "train", ("give a mapping",), ("train=[1]",)),
     Case("words of a list", "data.loss_on", ('value "user,tool" is text', "list: [user, tool]"), ("data.loss_on=user,tool",)),
-    Case("not a choice", "engine.backend", ("did you mean megatron",), ("engine.backend=megatrn",)),
-    Case("one beta", "optimizer.betas", ("a list of 2 numbers",), ("optimizer.betas=[0.9]",)),
     Case("beta of 1", "optimizer.betas", ("value 1 is out of range",), ("optimizer.betas=[0.9, 1.0]",)),
     Case("column to a number", "data.columns", ("data.columns.prompt", "give text"), ("data.columns={prompt: 3}",)),
     Case("lora", "model.lora", ("give a mapping", "rank, alpha"), ("model.lora=8",)),
-    Case("lora on nothing", "model.lora.target_modules", ("names nothing",), ("model.lora={target_modules: []}",)),
     Case("lora from scratch", "model.init", ("model.lora",), ("model.init=random", "model.lora={rank: 8}")),
     # Bounds.
     Case("no steps", "train.steps", ("out of range", "at least 1"), ("train.steps=0",)),
@@ -90,10 +81,7 @@ CASES = [
     Case("fsdp with selective recompute", "engine.recompute", ("fsdp", "give full, or leave it out, or set engine.backend to megatron"), ("engine={backend: fsdp, recompute: selective}",)),
     Case("family", "config.json", ("'gpt2' is not supported", "qwen3"), (), set_model(model_type="gpt2")),
     Case("family that transformers does not know", "config.json", ("'gpt9' is no causal language model",), ("engine={backend: fsdp}",), set_model(model_type="gpt9")),
-    Case("family in a spelling of its own", "config.json", ("'gpt2' is not supported", "engine.backend"), (), set_model(model_type="gpt2", num_hidden_layers=None, n_layer=2)),
     Case("learned positions", "data.max_length", ("value 64 is above the 32 positions", "'gpt2'", "at most 32"), ("engine={backend: fsdp}",), set_model(model_type="gpt2", n_positions=32)),
-    Case("attention that is not packed", "config.json", ("'bloom'", "set data.packing to false"), ("engine={backend: fsdp}",), set_model(model_type="bloom")),
-    Case("family without a language model", "config.json", ("'t5' is no causal language model",), ("engine={backend: fsdp}",), set_model(model_type="t5")),
     Case("no family", "model/config.json", ("model_type",), (), set_model(model_type=None)),
     Case("layer types", "model/config.json", ("layer_types", "correct the field"), (), set_model(layer_types=["full_attention"])),
     # What the config names.
@@ -105,7 +93,6 @@ CASES = [
     Case("no template", "data.chat_template", ("does not exist",), ("data.chat_template=chat.jinja",)),
     Case("output is a file", "output_dir", ("is a file",), ("output_dir=rows.jsonl",)),
     Case("output where even root makes none", "output_dir", ("cannot be written (/proc: ",), ("output_dir=/proc/x/y",)),
-    Case("output with too long a name", "output_dir", ("cannot be written", "name too long"), (f"output_dir={'x' * 300}",)),
     Case("no checkpoint", "checkpoint.resume", ("auto, never",), ("checkpoint.resume=run/checkpoints/step_00000009",)),
     Case("remote", "checkpoint.remote", ("fsspec URL",), ("checkpoint.remote=nowhere://x",)),
 ]  # fmt: skip

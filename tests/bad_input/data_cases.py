@@ -29,7 +29,6 @@ CASES = [
     # Streamed.
     Case("streamed, bad row", "rows.jsonl:3", ("messages is '1+1='",), ("data.stream=true",), row({"messages": "1+1="})),
     # Lines.
-    Case("bad eval row", "eval.jsonl:2", ("nothing to train on",), ("data.eval=eval.jsonl",), lambda w: w.write_rows([GOOD, {"messages": GOOD["messages"][:1]}], "eval.jsonl")),
     Case("cut line", "rows.jsonl:4", ("is not a JSON object",), edit=rows(GOOD, GOOD, GOOD, '{"messages": [{"role": "us')),
     Case("a batch of a million", "train.global_batch_size", ("each of the 4 rows of data.train 250000 times", "give 4"), ("train.global_batch_size=1000000", "data.train='*.jsonl'")),
     Case("nothing but bad rows", "data.train", ("none of its 4 rows",), ("data.on_bad_row=skip",), rows(*[{"messages": []}] * 4)),

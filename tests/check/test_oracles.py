@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algorithms.preference import LossSettings, PreferenceLoss
+from mrl.algorithms.preference import LossSettings, PreferenceLoss, with_reference
 from mrl.algorithms.scores import ScoreLoss
 from mrl.batch import Batch
 from mrl.check.of_dpo import PreferenceOracle
@@ -16,7 +16,6 @@ from mrl.check.of_rm import ScoreOracle
 from mrl.config.preference_losses import ROWS
 from mrl.data.preferences import Answer, Preference, batch_of
 from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch
-from mrl.trainers.reference import with_reference
 
 LENGTHS, TRAINED = (5, 7, 4, 9, 6, 8), (2, 3, 1, 4, 2, 2)
 WEIGHTS = (1.0, 0.25, 3.0)

@@ -229,10 +229,19 @@ def half(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_third_of_the_quickstart_and_20_steps_of_its_grpo_learn_to_add(half):
-    """All of both run nightly."""
-    folder, said = half
+def test_the_quickstart_and_its_grpo_run(tmp_path):
+    """A few steps of each; that they learn is the nightly tier's."""
+    short = ["train.steps=8", "optimizer.warmup_steps=4", "train.eval_every=null", "engine.parallel.tp=1"]
+    said = learns(tmp_path, "examples/arithmetic/quickstart.py", "--sft-only", *short, points=-100.0)
     assert "What to try next:" in said and "runs/arithmetic/hf" in said
+    shutil.copytree(tmp_path / "runs/arithmetic/hf", tmp_path / "runs/arithmetic-half/hf")
+    short = ["train.steps=2", "actor.optimizer.warmup_steps=1", "train.eval_every=null", "checkpoint.best=null"]
+    learns(tmp_path, "examples/arithmetic/reinforce.py", "grpo", *short, points=-100.0)
+
+
+@pytest.mark.nightly
+def test_a_third_of_the_quickstart_and_20_steps_of_its_grpo_learn_to_add(half):
+    folder, said = half
     short = ["train.steps=20", "train.eval_every=null", "checkpoint.best=null"]
     said = learns(folder, "examples/arithmetic/reinforce.py", "grpo", *short, points=10.0)
     assert "convert export" in said, "the run made its first steps again"

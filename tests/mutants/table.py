@@ -335,12 +335,6 @@ ON_GPUS = (
         ("store.wait([_read_by(rank) for rank in range(1, world_size)], READ_LIMIT)", "pass"),
     ),
     *_of(
-        "trainers/run_lock.py",
-        "trainers/test_run_lock.py",
-        ("except (FileNotFoundError, FileExistsError) as error:", "except FileNotFoundError as error:"),
-        ("if _is_no_folder(self.output_dir) or time", "if time"),
-    ),
-    *_of(
         "trainers/used_folder.py",
         "trainers/test_loops.py",
         ('return last is None or last["step"] != step - 1', "return last is None"),

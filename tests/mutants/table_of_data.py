@@ -27,7 +27,7 @@ OF_DATA = (
     *_of(
         "trainers/teacher.py",
         ("trainers/test_teachers.py", "trainers/test_distill.py::test_a_cache_is_known_by_all_that_its_log_probs_depend_on"),
-        ("here, width = found.ids < one.vocab_size,", "here, width = found.ids < 10**9,"),
+        ("here = ids < one.vocab_size", "here = ids < 10**9"),
         ("log_probs[trained] = -torch.inf", "log_probs[trained] = 0"),
         ("not all(one.gives_full_distribution", "not any(one.gives_full_distribution"),
         ('{"ids": self.ids_per_token, "temperature"', '{"temperature"'),

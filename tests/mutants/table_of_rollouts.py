@@ -10,8 +10,6 @@ AHEAD = "trainers/rl/test_launched.py::test_"
 RULE = f"{AHEAD}each_rollout_is_sampled_by_the_weights_of_the_rule"
 LATER = f"{AHEAD}later_turns_keep_the_weights_of_the_first"
 BROKE_OFF = f"{AHEAD}a_rollout_that_broke_off_is_sampled_by_the_newest_weights"
-SEVERAL = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[server ends]"
-NONE_IS_WHOLE = f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[no rollout is whole]"
 
 OF_ROLLOUTS = (
     *_of(
@@ -72,23 +70,7 @@ OF_ROLLOUTS = (
         "trainers/rl/launched.py",
         f"{AHEAD}no_prompt_is_lost_and_none_is_trained_twice[two_ahead]",
         ("        if self._closing:\n            return None\n", ""),
-        ("            if not broken:\n", "            if launch.future.exception() is None:\n"),
-    ),
-    *_of(
-        "trainers/rl/launched.py",
-        NONE_IS_WHOLE,
-        ("            self._fleets[0].version = newest\n", "            pass\n"),
-    ),
-    *_of(
-        "trainers/rl/launched.py",
-        SEVERAL,
-        ('                state["adapters"] = files\n', "                break\n"),
-        ('self.launch(iteration, lost["made"])', "self.launch(iteration, iteration * self._steps)"),
-    ),
-    *_of(
-        "trainers/rl/launched.py",
-        f"{AHEAD}several_iterations_ahead_go_on_to_the_same_bits[two at a weight sync]",
-        ("                    fleet.abort_syncs()\n", "                    pass\n"),
+        ("launches[: launches.index(broken[0])] if broken else launches", "[one for one in launches if one not in broken]"),
     ),
     *_of(
         "trainers/rl/launched.py",
@@ -117,7 +99,7 @@ OF_ROLLOUTS = (
     ),
     *_of(
         "rollout/fleet.py",
-        (LATER, NONE_IS_WHOLE, f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
+        (LATER, f"{AHEAD}no_prompt_is_lost_and_none_is_trained_twice[two_ahead]", f"{AHEAD}a_server_that_would_hold_requests_back_is_refused"),
         ("adapter = version if fleet.takes_adapters else None", "adapter = fleet.version if fleet.takes_adapters else None"),
         ("for name in (self.version, *(sampler.held", "for name in (None, *(sampler.held"),
         ("server.most_adapters < adapters", "False"),

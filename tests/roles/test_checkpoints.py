@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import run_case
 from tests.roles.tiny_roles import roles
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 
 def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases", **kwargs):
@@ -23,7 +23,7 @@ RESUMED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", slow_but(RESUMED[:1], RESUMED), ids=str)
+@pytest.mark.parametrize("layouts", nightly_but(RESUMED[:1], RESUMED), ids=str)
 def test_resume_is_bitwise(models, tmp_path, layouts):
     configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
     (tmp_path / "shared").mkdir()
@@ -61,8 +61,11 @@ def test_other_roles_are_refused_by_name(models, tmp_path):
 # -- weights from one role to another ----------------------------------------------------------------------------------
 
 
+FOLLOWED = [("fsdp", "pp2", "float32"), ("tp2", "external", "bfloat16")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("actor", "reference", "dtype"), [("fsdp", "pp2", "float32"), ("tp2", "external", "bfloat16")])
+@pytest.mark.parametrize(("actor", "reference", "dtype"), nightly_but(FOLLOWED[:1], FOLLOWED))
 def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
     configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})
     run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))

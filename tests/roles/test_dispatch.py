@@ -9,7 +9,7 @@ from tests.engine.contract import assert_close
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
 from tests.roles.tiny_roles import roles
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 PAIRS = {
     "tp2 and fsdp": {"actor": "tp2", "critic": "fsdp", "reference": "fsdp"},
@@ -26,7 +26,7 @@ def heads(models, **fields):
     return {"folder": models(**fields), "critic_folder": models(head="value", seed=1, **fields)}
 
 
-@pytest.mark.parametrize("pair", slow_but(["tp2 and fsdp"], PAIRS))
+@pytest.mark.parametrize("pair", nightly_but(["tp2 and fsdp"], PAIRS))
 def test_trap_27_and_29_roles_share_no_state(models, pair):
     """Trap 27, with dropout: random numbers, process groups and optimizers of one role are not the other's. Trap 29: see
     tests/engine/test_traps_megatron.py for what ranks draw."""
@@ -44,7 +44,7 @@ def test_config_offload_composes_with_idle_offload(models):
 
 @pytest.mark.parametrize(
     "layouts",
-    [("tp2", "pp2"), pytest.param(("fsdp cp2", "fsdp"), marks=pytest.mark.slow)],
+    [("tp2", "pp2"), pytest.param(("fsdp cp2", "fsdp"), marks=pytest.mark.nightly)],
 )
 def test_roles_on_two_processes_train_as_on_one(models, layouts):
     expected, weights, _, _ = run("trains", roles(**heads(models), actor="dp", critic="fsdp"), world_size=1)
@@ -59,13 +59,13 @@ def test_roles_on_two_processes_train_as_on_one(models, layouts):
 
 @pytest.mark.parametrize(
     ("pair", "dtype"),
-    slow_but([("tp2 and fsdp", "bfloat16")], [("tp2 and fsdp", "bfloat16"), ("fsdp twice", "float32")]),
+    nightly_but([("tp2 and fsdp", "bfloat16")], [("tp2 and fsdp", "bfloat16"), ("fsdp twice", "float32")]),
 )
 def test_idle_roles_hold_nothing(models, pair, dtype):
     run("idle_roles_hold_nothing", roles(**heads(models), **PAIRS[pair], options={"dtype": dtype}))
 
 
-@pytest.mark.parametrize("actor", ["pp2", "fsdp"])
+@pytest.mark.parametrize("actor", nightly_but(["pp2"], ["pp2", "fsdp"]))
 def test_losses_add_up(models, actor):
     run("losses_add_up", roles(**heads(models), actor=actor, critic="fsdp"))
 
@@ -74,7 +74,7 @@ def test_trap_18_a_forward_leaves_nothing(models):
     run("a_forward_leaves_nothing", roles(**heads(models, attention_dropout=0.3), actor="pp2", critic="fsdp"))
 
 
-@pytest.mark.parametrize("actor, critic", slow_but([("dp", "fsdp cp2")], [("dp", "fsdp cp2"), ("fsdp", "pp2")]))
+@pytest.mark.parametrize("actor, critic", nightly_but([("dp", "fsdp cp2")], [("dp", "fsdp cp2"), ("fsdp", "pp2")]))
 def test_trap_8_a_rank_with_nothing(models, actor, critic):
     run("a_rank_with_nothing", roles(**heads(models), actor=actor, critic=critic))
 

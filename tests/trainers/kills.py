@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from mrl.data.batches import BatchSource
 from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
-from mrl.trainers.reference import AnswerCache
-from mrl.trainers.teacher_cache import TopCache
+from mrl.trainers.caches import RowCache
 from mrl.trainers.trainer import Trainer
 from tests.trainers import cases, dpo_cases, rm_cases
 from tests.trainers.cases import before
@@ -66,8 +65,9 @@ def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str, c
 @contextlib.contextmanager
 def each_event(rank: int, call: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for kind in (AnswerCache, TopCache):  # a file for each batch of the pass before the first step
-            stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
+        stack.enter_context(
+            mock.patch.object(RowCache, "write_every_s", 0.0)
+        )  # a file for each batch of the pass before the first step
         for owner, name in EVENTS if dist.get_rank() == rank else ():
 
             def note(*_: Any, name: str = name, **__: Any) -> None:

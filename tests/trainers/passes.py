@@ -12,8 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from mrl.trainers import dpo, teacher
-from mrl.trainers.reference import AnswerCache
-from mrl.trainers.teacher_cache import TopCache
+from mrl.trainers.caches import RowCache
 from mrl.weights import pt_file
 from tests.trainers import cases, dpo_cases
 
@@ -49,6 +48,5 @@ def train(
         stack.enter_context(mock.patch.object(module, name, asking))
         if dies_in_file:
             stack.enter_context(mock.patch.object(pt_file._Stream, "finish", sealing))
-        for kind in (AnswerCache, TopCache):
-            stack.enter_context(mock.patch.object(kind, "write_every_s", 0.0))
+        stack.enter_context(mock.patch.object(RowCache, "write_every_s", 0.0))
         return TRAIN[command](config), counts["asked"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.convert.test_composite import make
@@ -56,20 +54,17 @@ def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path):
     assert kind == "stopped"
     kind, message, said = run_case(2, CASE, config=config)
     assert (kind, message) == ("done", "")
-    assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epoch" in said
+    assert "5 rows can be used, which makes the 3 steps of 1 epoch" in said
     assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2, 3]
     met = int(said.split("data.train: rows dropped: ")[1].split()[0])
     assert met <= 2 * 5, "rows of the counting pass are counted once more"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "key"),
-    [({"warmup_steps": 4}, "warmup_steps"), ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 3}, "decay_steps")],
-)
-def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written(inputs, tmp_path, optimizer, key):
-    config = tiny_runs.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
+def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written(inputs, tmp_path):
+    epochs = {"steps": None, "epochs": 1}
+    config = tiny_runs.make_config(inputs, tmp_path / "run", train=epochs, optimizer={"warmup_steps": 4})
     kind, message = train(config)
-    assert kind == "ConfigError" and message.startswith(f"optimizer.{key}: value {optimizer[key]} is above ")
+    assert kind == "ConfigError" and message.startswith("optimizer.warmup_steps: value 4 is above ")
     assert "the 3 steps of 1 epoch" in message and not (tmp_path / "run").exists()
 
 
@@ -117,33 +112,10 @@ def test_a_teacher_or_reference_of_another_vocabulary_is_refused_by_the_token_th
     assert said.endswith(f"give a {key} with the same tokenizer")
 
 
-def without_a_weight(model: pathlib.Path, folder: pathlib.Path) -> str:
-    """Returns a copy of a model without one of its tensors, of which only its loading tells."""
-    shutil.copytree(model, folder)
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("model.norm.weight")
-    save_file(weights, folder / "model.safetensors")
-    return str(folder)
-
-
-def test_roles_that_agree_share_a_line_before_one_of_them_is_loaded(tmp_path):
-    tiny_policies.make_inputs(tmp_path)
-    broken = without_a_weight(tmp_path / "model", tmp_path / "broken")
-    engine = tiny_policies.engine("megatron") | {"recompute": "selective"}
-    changes = {"actor": {"engine": engine}, "critic": {"model": {"path": broken}}}
-    config = tiny_policies.make_config(tmp_path, tmp_path / "run", "ppo", **changes)
-    kind, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
-    assert kind == "ModelError" and message.startswith("critic.model.path: ") and "model.norm.weight" in message
-    [line] = [line for line in said.splitlines() if "engine.recompute" in line]
-    assert (
-        line.startswith("actor, critic, reference: engine.recompute: selective computes ") and "layer_spec" not in said
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "backend", "lora"),
     in_tiers(
-        [], [("qwen3_5_moe", "fsdp", None), ("qwen3_5", "megatron", None)],
+        [], [("qwen3_5", "megatron", None)],
         [
             ("qwen3_5_moe", "fsdp", None), ("qwen3_5", "megatron", None),
             ("qwen3_5", "fsdp", {"rank": 2, "export": "merged"}),

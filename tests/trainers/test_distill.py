@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
@@ -24,7 +25,7 @@ from mrl.metrics import read
 from mrl.trainers.teacher import Teacher
 from mrl.weights.hf_config import read_hf_config
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.test_dpo import OF_KIND
 from tests.trainers.tiny_runs import adamw_numbers, assert_goes_on_to_the_bit, numbers, read_rows, write_rows
@@ -165,7 +166,7 @@ KIND_OF = {"pp2 vpp2": "deep ", "ep2": "experts "}  # of the models, by the layo
 PAIRS = [(layout, list(KINDS)[i % len(KINDS)]) for i, layout in enumerate(LAYOUTS)]
 
 
-@pytest.mark.parametrize("layout, name", slow_but(PAIRS[2:3], PAIRS))
+@pytest.mark.parametrize("layout, name", in_tiers(PAIRS[2:3], [PAIRS[1], PAIRS[4]], PAIRS))
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, name):
     world, engine, own, data = LAYOUTS[layout]
     every = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp"}
@@ -220,7 +221,7 @@ def test_a_damaged_cache_is_made_anew_and_one_that_lacks_rows_gets_them(places, 
     file.write_bytes(file.read_bytes()[:100])
     said = again(config)
     assert "are written to" in said and numbers(run) == whole and not file.exists()
-    assert f"files in {file.parent} are damaged, or of another teacher, dtype, temperature or number of ids" in said
+    assert f"files in {file.parent} are damaged, or of another model or config, and are made anew" in said
     said = again(
         make_config(places, run, teacher={"cache": True}, train={"steps": 1}, data={"eval": str(places / "eval.jsonl")})
     )
@@ -234,16 +235,15 @@ def test_a_cache_is_known_by_all_that_its_log_probs_depend_on(places, tmp_path):
     def made_by(**keys: Any) -> dict[str, Any]:
         teacher = Teacher(from_dict(make_config(places, tmp_path / "run", teacher={"model": model, **keys})))
         teacher.check(tokenizer, hf_config)
-        return teacher._made_by(SimpleNamespace(on_main=lambda fn: fn()), tmp_path / "weights.json")
+        return teacher._made_by(SimpleNamespace(on_main=lambda fn: fn()))
 
     first = made_by()
     assert made_by() == first
     for keys in ({"temperature": 2.0}, {"top_k": 4}, {"model": model | {"dtype": "bfloat16"}}):
         assert made_by(**keys) != first
-    file = tmp_path / "teacher" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)  # the same names and sizes
+    weights = load_file(tmp_path / "teacher" / "model.safetensors")
+    other = {name: weight * 1.5 for name, weight in weights.items()}  # of the same names and sizes
+    save_file(other, tmp_path / "teacher" / "model.safetensors")
     assert made_by() != first
 
 
@@ -290,14 +290,6 @@ def test_an_evaluation_is_the_loss_on_all_rows(places, tmp_path):
     assert found["eval/loss"] == pytest.approx(parts, rel=1e-6)
 
 
-def test_adapters_learn_from_a_teacher(places, tmp_path):
-    """A student that is a base and adapters: the divergence falls."""
-    config = make_config(places, tmp_path, model={"lora": {"rank": 4}}, optimizer={"lr": 1e-2}, train={"steps": 12})
-    assert train(config) == ("done", "")
-    found = [row["distill/divergence"] for row in read(tmp_path / "metrics.jsonl")]
-    assert found[-1] < 0.8 * found[0]
-
-
 # ------------------------------------------------------------------------------------------------- several, row by row
 
 SEVERAL = {  # processes, engine, what the second teacher has of its own, keys of `teacher`
@@ -322,7 +314,7 @@ def by_row(places) -> pathlib.Path:
     return places
 
 
-@pytest.mark.parametrize("name", slow_but(["one process"], SEVERAL))
+@pytest.mark.parametrize("name", in_tiers(["one process"], ["dp2, with a cache"], SEVERAL))
 def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
     world, engine, own, keys = SEVERAL[name]
     keys = {"loss": "forward_kl", "top_k": 5, **keys}
@@ -340,24 +332,6 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
     for row, step in zip(read(tmp_path / "metrics.jsonl"), apart, strict=True):
         found = [row[f"distill/divergence/{name}"] for name in ("teacher", "third")]
         assert found == pytest.approx(step, rel=2e-5)
-
-
-@pytest.mark.slow
-def test_a_source_names_the_teacher_of_its_rows(by_row, tmp_path):
-    """As its rows would."""
-    others = {"third": {"model": {"path": str(by_row / "third")}}}
-    lines = (by_row / "train.jsonl").read_text().splitlines()
-    named = [json.dumps({**json.loads(line), "teacher": "third"}) for line in lines]
-    (by_row / "named.jsonl").write_text("\n".join(named) + "\n")
-    found = []
-    for run, train_rows in {
-        "source": [{"path": str(by_row / "train.jsonl"), "teacher": "third"}],
-        "rows": [{"path": str(by_row / "named.jsonl"), "name": "train"}],
-    }.items():
-        config = make_config(by_row, tmp_path / run, teacher={"others": others}, data={"train": train_rows})
-        assert train(config) == ("done", "")
-        found.append(numbers(tmp_path / run))
-    assert found[0] == found[1]
 
 
 def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(by_row, tmp_path):

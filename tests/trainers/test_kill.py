@@ -34,50 +34,33 @@ class Layout:
 
     world: int
     engine: dict
-    quick: int
+    quick: int = 0
     command: str = "sft"
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+MEGATRON_TP2 = {"backend": "megatron", "parallel": {"tp": 2}}
 LAYOUTS = {
     "fsdp": Layout(1, {"backend": "fsdp"}, quick=1),
-    "fsdp dp2": Layout(2, {"backend": "fsdp"}, quick=0),
-    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=0),
     "dpo, fsdp dp2, with a cache": Layout(
-        2, {"backend": "fsdp"}, quick=0, command="dpo", more={"loss": {"name": "dpo"}, "reference": {"cache": True}}
+        2, {"backend": "fsdp"}, command="dpo", more={"loss": {"name": "dpo"}, "reference": {"cache": True}}
     ),
     "kto, megatron, adapters": Layout(
-        1,
-        {"backend": "megatron"},
-        quick=0,
-        command="dpo",
+        1, {"backend": "megatron"}, command="dpo",
         more={"loss": {"name": "kto"}, "model": {"lora": {"rank": 4, "dropout": 0.1}}},
     ),
-    "rm, megatron tp2": Layout(
-        2,
-        {"backend": "megatron", "parallel": {"tp": 2}},
-        quick=0,
-        command="rm",
-        more={"loss": {"name": "bradley_terry"}},
-    ),
+    "rm, megatron tp2": Layout(2, MEGATRON_TP2, command="rm", more={"loss": {"name": "bradley_terry"}}),
     "teacher with a cache, fsdp dp2": Layout(
-        2, {"backend": "fsdp"}, quick=0, more={"teacher": {"loss": "jsd", "top_k": 5, "cache": True}}
+        2, {"backend": "fsdp"}, more={"teacher": {"loss": "jsd", "top_k": 5, "cache": True}}
     ),
     "teacher, streamed, megatron tp2": Layout(
-        2,
-        {"backend": "megatron", "parallel": {"tp": 2}},
-        quick=0,
-        more={"teacher": {"top_k": 5}, "data": {"stream": True, "shuffle_buffer": 3}},
+        2, MEGATRON_TP2, more={"teacher": {"top_k": 5}, "data": {"stream": True, "shuffle_buffer": 3}}
     ),
-}
+}  # fmt: skip
+TIER = {False: pytest.mark.slow, True: pytest.mark.nightly}
 CASES = [
-    pytest.param(
-        name,
-        moment,
-        marks=pytest.mark.nightly if moment >= LAYOUTS[name].quick else pytest.mark.slow,
-        id=f"{name} {moment}",
-    )
-    for name in LAYOUTS
+    pytest.param(name, moment, marks=TIER[moment >= layout.quick], id=f"{name} {moment}")
+    for name, layout in LAYOUTS.items()
     for moment in range(MOMENTS)
 ]
 
@@ -151,16 +134,10 @@ def whole(inputs, tmp_path_factory):
     def of(name: str) -> tuple[pathlib.Path, int]:
         if name not in made:
             layout, folder = LAYOUTS[name], tmp_path_factory.mktemp("whole")
-            counts = [  # libraries touch the disk more often in a process's first run
-                run_case(
-                    layout.world,
-                    "tests.trainers.kills:count",
-                    config=config_of(inputs, folder / run, layout),
-                    rank=0,
-                    command=layout.command,
-                )
-                for run in ("first", "second")
-            ]
+            configs = [config_of(inputs, folder / run, layout) for run in ("first", "second")]
+            how = {"rank": 0, "command": layout.command}
+            # libraries touch the disk more often in a process's first run
+            counts = [run_case(layout.world, "tests.trainers.kills:count", config=one, **how) for one in configs]
             made[name] = folder / "first", min(counts)
         return made[name]
 

@@ -25,7 +25,6 @@ from mrl.trainers.common import Progress
 from mrl.trainers.evaluation import Evaluation
 from mrl.trainers.rl import prepare
 from mrl.trainers.rl.experience import epoch_order
-from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.rl.trainer import PPOTrainer
 from mrl.trainers.rows import RowsTrainer
 from mrl.trainers.run_directory import RunDirectory, StartState
@@ -55,30 +54,21 @@ def trainer_of(kind, **parts):
 )
 def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fails_at):
     """A of an adapter trains a step after its B: the first step alone does not tell."""
-    guard = StepGuard(there(), RunDirectory(tmp_path), head="lm", watches_parameters=True, rows=lambda: ["rows:1"])
-    batch, failed = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None
+    batch, failed, progress = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None, Progress()
+    trainer = there(
+        config=there(train=there(guards=True)), progress=progress, dispatch=there(), directory=RunDirectory(tmp_path)
+    )
     for step in (1, 2, 3):
-        guard.before_update(step, batch, 1.0)
+        guard = StepGuard(trainer, "model", batch, head="lm", may_be_zero=False)
+        guard.before_update(1.0)
         try:
-            guard.after_update(
-                step, batch, StepResult(GradNorm(1.0), 1e-3, found.pop(0) if guard.watches_parameters else [])
-            )
+            guard.after_update(StepResult(GradNorm(1.0), 1e-3, found.pop(0) if guard.watches_parameters else []))
         except TrainingError as error:
             assert "a: it has a gradient but the step did not change it" in str(error)
             failed = step
             break
+        progress.step = step
     assert failed == fails_at and found == ([] if fails_at else [[STAYS]])
-
-
-def test_a_role_is_watched_until_every_adapter_has_trained():
-    progress = Progress()
-    trainer = there(config=there(train=there(guards=True)), progress=progress)
-    for problems, trained in (([WAITS], []), ([], ["actor"])):
-        guard = RoleGuard(trainer, "actor", None)
-        assert guard.watches_parameters
-        guard.after_update(StepResult(GradNorm(1.0), 1e-3, problems))
-        assert (progress.trained, progress.moved) == (trained, ["actor"])
-    assert not RoleGuard(trainer, "actor", None).watches_parameters
 
 
 @pytest.mark.parametrize(("step", "stays"), [(1, True), (2, False)])
@@ -134,21 +124,6 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     assert sum("layer_spec" in line for line in said) == 1
 
 
-def test_a_resume_keeps_its_checkpoints_choices_before_models_are_built(tmp_path):
-    config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path)}), PPOConfig)
-    for checkpoint in ("step_00000004", None):
-        calls = []
-        dispatch = there(
-            keep_choices=calls.append, init_model=lambda calls=calls: calls.append("built") or 1 / 0, engines={}
-        )
-        trainer = trainer_of(
-            PPOTrainer, config=config, dispatch=dispatch, console=there(say=calls.append, doing=lambda what: None)
-        )
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(StartState(checkpoint, 4, ""), None, "")
-        assert calls == [*filter(None, [checkpoint]), "built"]
-
-
 def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     checkpoint = {"best": "reward/mean", "best_is": "lowest"}
     config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
@@ -158,12 +133,12 @@ def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
     assert made == [False, True, False, False, True] and progress.best == 0.4
 
 
-def test_scores_are_shown_in_the_order_of_their_sequences():
+def test_scores_are_shown_in_the_order_of_their_sequences(monkeypatch):
     order, seen = epoch_order(7, 3, 0, 6), []
-    notes = there(note=lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
+    monkeypatch.setattr(prepare, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
     trainer = there(
-        config=there(seed=7, train=there(guards=False)), recipe=None, equal_rewards=notes,
-        token_limit=there(note=lambda trajectories: None), console=there(), progress=Progress(step=1),
+        config=there(seed=7, train=there(guards=False)), recipe=None, said_equal_rewards=False, console=there(),
+        progress=Progress(step=1),
     )  # fmt: skip
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
     prepare.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
@@ -197,7 +172,7 @@ def test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is
 
 def test_the_seconds_of_a_save_are_said_once_by_the_step_after_it():
     saves, began_s = CheckpointSaver(torch.device("cpu")), time.perf_counter()
-    assert saves.now(lambda: str(sum(range(10**6)))) == "499999500000"
+    assert saves.save(lambda: str(sum(range(10**6)))) == "499999500000"
     took_s = time.perf_counter() - began_s
     assert 0 < saves.metrics()["perf/save_held_s"] <= took_s and saves.metrics() == {}
 
@@ -281,9 +256,3 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
         common.log_without_evaluation(ranks, log, progress)
         assert progress.logged == logged
     assert written == [(4, 1.0), "synced", "synced"]
-
-
-def test_many_problems_are_the_first_ten_and_a_number():
-    problems = [Problem(FaultKind.UNCHANGED, name) for name in "abcdefghijkl"]
-    assert common.problems_in_words(problems).endswith(f"{problems[9]}; and 2 more")
-    assert common.problems_in_words(problems[:10]).endswith(str(problems[9]))

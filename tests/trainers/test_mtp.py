@@ -16,7 +16,7 @@ from mrl.data.preferences import PreferenceDataset
 from tests.convert.cases import load_folder
 from tests.engine import mtp
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import test_dpo, tiny_runs
 
 ROWS, STEPS = 4, 2
@@ -53,7 +53,7 @@ def run(places, output, command="dpo", *, loss="dpo", world=1, engine=None, data
     return said, tiny_runs.steps(output), load_folder(str(output / "hf"))
 
 
-@pytest.mark.parametrize("case", slow_but(["pairs"], LAYOUTS))
+@pytest.mark.parametrize("case", in_tiers(["pairs"], ["simpo, pp2, padded"], LAYOUTS))
 def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places, tmp_path, case):
     loss, world, engine, data = LAYOUTS[case]
     how = {"loss": loss, "world": world, "engine": engine, "data": data}
@@ -69,7 +69,7 @@ def test_they_learn_chosen_answers_and_the_policy_is_the_one_without_them(places
     start = load_folder(str(places / "model"))
     assert weights.keys() == start.keys() > without.keys()
     assert not torch.equal(weights["model.layers.3.eh_proj.weight"], start["model.layers.3.eh_proj.weight"])
-    assert "predict further tokens" in other and "exported has none" in other and "exported has none" not in said
+    assert "\nmodel.path: " in other and "\nmodel.path: " not in said
 
 
 def oracle(places, *, paired):
@@ -88,9 +88,7 @@ def test_a_first_step_of_bad_answers_alone_teaches_them_nothing(places, tmp_path
     data = {"train": tiny_runs.write_rows(tmp_path / "labels.jsonl", rows)}
     said, steps, _ = run(places, tmp_path / "run", loss="kto", data=data, mtp_section={}, more=reference)
     assert steps[0]["train/mtp_loss"] == 0 < steps[1]["train/mtp_loss"]
-    assert (
-        f"reference.model.path: {places / 'model'} has layers that predict" in said and "exported has none" not in said
-    )
+    assert f"reference.model.path: {places / 'model'} has layers that predict" in said
 
 
 def test_a_reward_model_has_none_and_says_so(places, tmp_path):

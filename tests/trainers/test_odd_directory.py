@@ -1,9 +1,8 @@
-"""A run directory in which something is of another kind: one line before anything is written; links are followed."""
+"""A run directory with files that mrl did not write so: links are followed, odd lines and leftovers passed over."""
 
 import errno
 import json
 import os
-import shutil
 
 import pytest
 
@@ -12,7 +11,6 @@ from mrl.config.load import from_dict
 from mrl.engine import atomic_checkpoint
 from mrl.errors import CheckpointError, ConfigError
 from mrl.trainers.run_directory import RunDirectory, choose_start
-from mrl.trainers.used_folder import FILES, FOLDERS, REPLACED, check_kinds
 from tests.engine.test_checkpoint import save
 from tests.trainers.tiny_runs import make_config
 
@@ -20,22 +18,6 @@ from tests.trainers.tiny_runs import make_config
 def start(tmp_path):
     config = make_config(tmp_path, tmp_path / "run")
     return choose_start(RunDirectory(tmp_path / "run"), from_dict(config))
-
-
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS, "logs/rank_1.log", ".lock"])
-def test_another_kind_of_thing_is_named(tmp_path, name):
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    path.touch() if name in FOLDERS else path.mkdir()
-    with pytest.raises(ConfigError, match=f"output_dir: value .*run' has a (file|folder) {name}, where a run has"):
-        start(tmp_path)
-    path.unlink() if name in FOLDERS else path.rmdir()
-    path.symlink_to(tmp_path / "scratch")
-    with pytest.raises(ConfigError, match=f"has a link {name} to .*scratch, which is not there; move {name} away"):
-        start(tmp_path)
-    if name in FOLDERS:
-        (tmp_path / "scratch").mkdir()
-        assert start(tmp_path).step == 0 and path.is_symlink()
 
 
 def test_what_a_full_disk_left_of_a_checkpoint_makes_room_for_the_config(tmp_path, monkeypatch):
@@ -56,17 +38,6 @@ def test_what_a_full_disk_left_of_a_checkpoint_makes_room_for_the_config(tmp_pat
         run.prepare(config, "mrl sft")
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_what_is_written_anew_may_be_a_dangling_link_and_no_folder(tmp_path, name):
-    path = tmp_path / "run" / name
-    path.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"run' has a folder {name}, where a run has a file"):
-        start(tmp_path)
-    path.rmdir()
-    path.symlink_to(tmp_path / "nowhere")
-    assert start(tmp_path).step == 0
-
-
 def test_checkpoints_and_export_may_be_elsewhere(tmp_path):
     run = RunDirectory(tmp_path / "run")
     for name in ("checkpoints", "hf"):
@@ -85,7 +56,7 @@ def test_checkpoints_and_export_may_be_elsewhere(tmp_path):
 
 
 DEEP = "[" * 100_000
-ODD_LINES = ("[]", "null", "3", '{"loss": 1}', '{"step": []}', '{"step": 1e999}', DEEP, "{", "")
+ODD_LINES = ("null", '{"loss": 1}', '{"step": []}', DEEP, "{", "")
 
 
 @pytest.mark.parametrize("odd", ODD_LINES)
@@ -100,7 +71,7 @@ def test_odd_lines_of_metrics_are_passed_over(tmp_path, odd):
     assert metrics.last_line(path) is None
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../../outside", "a/../../b", "./a", "a//b"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "a/../../b"])
 def test_a_marker_names_no_file_outside(tmp_path, name):
     """Its files are copied under their names where a checkpoint is fetched from a URL."""
     path = save(tmp_path, 1)
@@ -111,30 +82,12 @@ def test_a_marker_names_no_file_outside(tmp_path, name):
         atomic_checkpoint.validate(path)
 
 
-@pytest.mark.parametrize("prefix", [".tmp-", ".trash-"])
-def test_leftovers_that_are_no_folders_are_removed(tmp_path, prefix):
-    save(tmp_path, 1)
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept/file").touch()
-    (tmp_path / f"{prefix}step_00000001").symlink_to(tmp_path / "kept")
-    (tmp_path / f"{prefix}step_00000002").touch()
-    (tmp_path / f"{prefix}step_00000003").symlink_to(tmp_path / "nowhere")
-    save(tmp_path, 2, keep=1)
-    shutil.rmtree(tmp_path / "kept")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000002"]
-
-
-@pytest.mark.parametrize("name", [*FILES, "checkpoints", "hf", "samples", "teacher", "checkpoints/step_00000002"])
-@pytest.mark.parametrize("wrong", ["read", "write into"])
-def test_what_a_user_has_no_right_to_is_named(tmp_path, monkeypatch, name, wrong):
+@pytest.mark.parametrize("name", ["", "/COMPLETE"])
+def test_a_checkpoint_that_a_user_may_not_read_is_named(tmp_path, monkeypatch, name):
+    """Else the older one would be gone on from."""
     run = RunDirectory(tmp_path / "run")
     save(run.checkpoints, 1), save(run.checkpoints, 2)
-    path = run.path / name
-    path.write_text("") if name in FILES else path.mkdir(exist_ok=True)
-    needs = os.R_OK if wrong == "read" else os.W_OK
-    monkeypatch.setattr(os, "access", lambda of, mode: not (os.fspath(of) == str(path) and mode & needs))
-    if wrong == "read" or name in ("checkpoints", "hf", "samples"):
-        with pytest.raises(ConfigError, match=f"output_dir: value .*run' has .*{name} that this user may not {wrong}"):
-            check_kinds(run.path)
-    else:
-        check_kinds(run.path)  # a file is replaced, a cache is another user's, a checkpoint is read
+    barred = f"{run.checkpoints}/step_00000002{name}"
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != barred)
+    with pytest.raises(ConfigError, match=f"run' has checkpoints/step_00000002{name} that this user may not read"):
+        start(tmp_path)

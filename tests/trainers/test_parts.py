@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import os
 import pathlib
 import re
 import signal
+import subprocess
 import threading
 import time
 import types
@@ -18,15 +17,12 @@ import mrl
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.data.prompts import Prompt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
-from mrl.rewards.scorer import Scores
-from mrl.rollout.base import Trajectory
 from mrl.trainers import console, waits
 from mrl.trainers.common import say_left_out
 from mrl.trainers.opening import say_length
-from mrl.trainers.rl.show import is_due, table
+from mrl.trainers.rl.show import is_due
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 from tests.config.test_load import BASE, PPO_BASE
@@ -37,38 +33,26 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 # ------------------------------------------------------------------------------------------------------------- console
 
 
-@pytest.mark.parametrize(
-    ("steps", "epochs"), [(1, "0.0036 epochs"), (50, "0.18 epochs"), (281, "1 epoch"), (900, "3.2 epochs"), (9000, "32.03 epochs")]
-)  # fmt: skip
-def test_the_length_of_a_run_is_never_zero_epochs(steps, epochs):
+def test_the_length_of_a_run_is_never_zero_epochs():
     said = []
-    shows = types.SimpleNamespace(say=said.append)
-    say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
-    assert said[0].endswith(f"of 32 samples, which are {epochs}")
+    for steps in (1, 281, 9000):
+        shows = types.SimpleNamespace(say=said.append)
+        say_length(shows, steps=steps, batch=32, noun="sample", rows=9000, per_epoch=281)
+    assert [line.partition("which are ")[2] for line in said] == ["0.00356 epochs", "1 epoch", "32 epochs"]
 
 
 OF_RL = (
     "reward/mean", "eval/accuracy", "actor/kl", "actor/entropy", "actor/clip_fraction", "critic/explained_variance",
     "rollout/finished", "rollout/response_length", "perf/step_s",
 )  # fmt: skip
-DISTILLED, KTO = (
-    {"train/loss": 0.1, "actor/loss": 0.1, "actor/sequence_kl": 43.21},
-    {"train/loss": 0.5, "rewards/chosen": 0.25, "rewards/rejected": -0.0001},
-)
 LINES = [
-    (METRICS | {"perf/step_s": 2.04}, "loss 1.2346  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 2.0  eta 0:00:10"),
-    # a policy's loss and training's tokens per second say nothing
+    (METRICS | {"perf/step_s": 2.04}, "loss 1.2346  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 2.0"),
     (
         METRICS | dict.fromkeys(OF_RL, 0.25) | {"actor/ratio": 1.0},
-        "reward 0.250  accuracy 25.0%  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
-        "length 0  lr 1e-05  mfu 42.1%  seconds 0.2  eta 0:00:01",
+        "reward 0.250  accuracy 0.25  loss 1.2346  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
+        "length 0  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 0.2",
     ),
-    # the KL of sequences where nothing is rewarded
-    (DISTILLED, "sequence kl 43.2  eta -"),
-    (DISTILLED | {"reward/mean": 0.5}, "reward 0.500  eta -"),
-    # kto has no margin; pairs have one, which says what both rewards do; zero has no sign
-    (KTO, "loss 0.5000  chosen 0.250  rejected 0.000  eta -"),
-    (KTO | {"rewards/margin": -0.0002}, "loss 0.5000  margin 0.000  eta -"),
+    ({"train/loss": 0.5, "rewards/margin": -0.0002}, "loss 0.5000  margin 0.000"),  # zero has no sign
 ]
 
 
@@ -77,87 +61,31 @@ def test_a_line_of_a_step_shows_what_the_run_is_about(capsys, metrics, line):
     plain = console.open_console("plain", enabled=True)
     plain.start(4, 10)
     plain.step(5, metrics)
-    assert capsys.readouterr().out == f"step 5/10  {line}\n"
-
-
-def test_percent_is_of_rewards_that_are_0_or_1_alone(capsys):
-    """A mean of 0.75 is no share where values are 0.5 and 1."""
-    plain = console.open_console("plain", enabled=True)
-    plain.start(1, 10)
-    for row in (*OTHER, SHARE):
-        plain.step(2, row)
-    shown = ["held-out reward 0.751", "held-out reward 5.76", "accuracy 50.0%"]
-    assert capsys.readouterr().out.splitlines() == [f"step 2/10  {words}  eta -" for words in shown]
-
-
-OTHER = [{"eval/accuracy": 0.751, "eval/binary": 0.0}, {"eval/accuracy": 5.76, "eval/binary": 0.0}]
-SHARE = {"eval/accuracy": 0.5, "eval/binary": 1.0}
-REWARDED = [{"eval/accuracy": 0.245}, {"reward/mean": 0.3, "train/loss": 0.0, "actor/loss": 0.0}, {"actor/loss": 0.0}]
-
-
-@pytest.mark.parametrize(
-    "rows, words",
-    [
-        ([*REWARDED, {"reward/mean": 0.7, "eval/accuracy": 0.66}], "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"),
-        ([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}], "loss 2.0000 -> 1.0000, eval 1.5000"),
-        ([DISTILLED, DISTILLED | {"actor/sequence_kl": 41.0}], "sequence kl 43.2 -> 41"),
-        ([DISTILLED, {"reward/mean": 0.5}], "reward 0.500"),
-        (OTHER, "held-out reward 0.751 -> 5.76"),
-        ([SHARE, OTHER[0]], "held-out reward 0.5 -> 0.751"),  # it stays a number once one evaluation had others
-        ([{"eval/accuracy": 5.76}], "held-out reward 5.76"),  # of a run of an older version
-        ([], ""),
-    ],
-)
-def test_the_end_says_what_metrics_came_to(rows, words):
-    assert console.figures(rows) == words
-
-
-def test_a_conversation_is_shown_with_who_said_what(capsys):
-    words = [("assistant", "4+4?"), ("tool", "8"), ("assistant", "It is 8.")]
-    talk = [{"role": role, "content": text} for role, text in words]
-    prompt = Prompt(0, "train.jsonl:1", {}, "2*4", [1])
-    made = Trajectory(prompt, 0, [1, 2], [0, 1], [0.0, -1.0], "4+4?\n\nIt is 8.", True, 2, 1.0, talk)
-    console.open_console("plain", enabled=True).samples(1, table([made], Scores((1.0,), {}), 1))
-    assert "'2*4' -> 'assistant: 4+4?\\ntool: 8\\nassistant: It is 8.'" in capsys.readouterr().out
-
-
-def test_samples_of_a_run_without_rewards_have_none(capsys):
-    """On-policy distillation alone: functions of weight 0 measure, and a terminal shows them."""
-    made = Trajectory(Prompt(0, "a:1", {}, "2*4", [1]), 0, [1, 2], [0, 1], [0.0, -1.0], "9", True, 2, 1.0, None)
-    shown = table([made], Scores((0.0,), {"exact_match": (1.0,)}), 1, rewarded=False)
-    console.open_console("plain", enabled=True).samples(1, shown)
-    assert capsys.readouterr().out == "  '2*4' -> '9'\n"
-    console.LiveConsole().samples(1, shown)
-    assert re.findall(r"\w+ \d\.\d{3}", capsys.readouterr().out) == ["exact_match 1.000"]
+    assert capsys.readouterr().out == f"step 5/10  {line}  eta 0:00:00\n"
 
 
 def test_the_eta_is_that_of_measured_steps(monkeypatch):
-    """Building the models and a first evaluation took 100 s, the first step 9; the others 2 each, one with an evaluation 8."""
-    now_s = iter([109.0, 111.0, 119.0, 121.0])
+    now_s = iter([100.0, 109.0, 111.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
-    clock = console._Clock(0, 10)
-    assert clock.eta(0, {}) == "-"
-    every = [clock.eta(step, {"perf/step_s": 9.0}) for step in (1, 2, 3, 4)]
-    assert every == ["0:01:21", "0:00:16", "0:00:35", "0:00:24"]
+    clock = console._Clock(2, 10)
+    assert [clock.eta(step) for step in (2, 3, 4)] == ["-", "0:01:03", "0:00:33"]
 
 
 def test_no_wait_is_without_a_word(capsys):
     watch = waits.WaitWatch(lambda line: None)
     watch.doing("evaluating")
     began_s = watch._began_s
-    words = {s: watch.word(began_s + s) for s in (4, 5.5, 14, 15.5, 29, 31, 59, 61, 119, 121)}
-    assert {s: word for s, word in words.items() if word} == {
-        s: f"evaluating ({s:.0f} s so far)" for s in (5.5, 15.5, 31, 61, 121)
-    }
+    words = [watch.word(began_s + s) for s in (14, 15.5, 30, 31)]
+    assert words == [None, "evaluating (16 s so far)", None, "evaluating (31 s so far)"]
     watch.detail("3 of 8 prompts")
     watch.reset()
     later_s = watch._silent_since_s
-    assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
+    assert watch.word(later_s + 14.9) is None and watch.word(later_s + 15.1).startswith("evaluating: 3 of 8 prompts (")
     watch.close(), watch.close()
 
 
 def test_a_wait_outlives_an_output_that_nobody_reads(monkeypatch):
-    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 0.0))
+    monkeypatch.setattr(waits, "SILENCE_S", 0.0)
     written, uncaught, both = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
 
@@ -173,16 +101,8 @@ def test_a_wait_outlives_an_output_that_nobody_reads(monkeypatch):
     watch.close()
 
 
-def test_garbage_is_looked_for_less_often_in_a_wait_and_as_before_after_it():
-    before = gc.get_threshold()
-    with pytest.raises(KeyboardInterrupt), waits.announce("loading", shows=False):
-        assert gc.get_threshold() == (100_000, *before[1:])
-        raise KeyboardInterrupt
-    assert gc.get_threshold() == before
-
-
 def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
-    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 60.0))
+    monkeypatch.setattr(waits, "SILENCE_S", 0.0)
     plain = console.open_console("plain", enabled=True)
     plain.doing("sampling")
     plain.generated(0, 0)  # fewer completions than replicas
@@ -194,7 +114,7 @@ def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
         if seen:
             break
     plain.close()
-    assert seen == "sampling: 25% of the completions are whole (0 s so far)\n"
+    assert seen.startswith("sampling: 25% of the completions are whole (0 s so far)\n")
 
 
 def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
@@ -205,16 +125,6 @@ def test_log_every_shows_the_first_step_the_last_and_evaluations(capsys):
     assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines()] == [
         f"step {step}" for step in (3, 4, 6, 8, 11)
     ]
-
-
-def test_a_step_of_minutes_says_what_its_phases_took(capsys):
-    plain = console.open_console("plain", enabled=True)
-    plain.start(0, 9)
-    phases = {"perf/rollout_s": 90.0, "perf/update_s": 29.5, "perf/reward_s": 0.5}
-    plain.step(1, {"perf/step_s": 120.0} | phases)
-    plain.step(2, {"perf/step_s": 12.0} | phases)
-    first, second = capsys.readouterr().out.splitlines()
-    assert "seconds 120.0 (rollout 75%, update 25%)  eta" in first and "(" not in second
 
 
 def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():
@@ -263,23 +173,6 @@ def test_the_live_console_keeps_a_line_per_step_above_a_bar_and_ends_twice(monke
     assert "a line [bold]as it is[/bold]" in lines
     kept = [line for line in lines if line.startswith("step ")]
     assert kept[0].startswith("step 1/2  loss 1.2346  eval 0.5000") and kept[1].startswith("step 2/2  loss 1.2346")
-
-
-def test_a_line_is_written_in_one_piece(monkeypatch):
-    """A signal that comes meanwhile says its own line before or after it, on an unbuffered stdout too."""
-    written = []
-
-    class Pipe(io.RawIOBase):
-        def writable(self):
-            return True
-
-        def write(self, data):
-            written.append(bytes(data))
-            return len(data)
-
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(Pipe(), write_through=True))
-    console.PlainConsole().say("step 1/2")
-    assert written == [b"step 1/2\n"]
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
@@ -355,8 +248,6 @@ def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, comm
     assert load_config(run.config, root=root) == config
     make_checkpoint(run.checkpoints, 3)
     assert choose_start(run, config).step == 3
-    moved = choose_start(run, from_dict(raw | {"output_dir": str(tmp_path), "data": {"train": "there"}}, root)).moved
-    assert list(map(str, moved)) == ['data.train: "d" at the save, "there" now']
 
 
 def test_the_run_of_another_command_is_not_gone_on_with(tmp_path):
@@ -365,14 +256,6 @@ def test_the_run_of_another_command_is_not_gone_on_with(tmp_path):
     config = from_dict(PPO_BASE | {"output_dir": str(tmp_path)}, PPOConfig)
     with pytest.raises(ConfigError, match="^output_dir: value .* is given to `mrl ppo`, .* of `mrl sft`; give another"):
         choose_start(RunDirectory(tmp_path), config)
-
-
-def test_an_empty_directory_starts_at_the_beginning(tmp_path):
-    for resume in ("auto", "never"):
-        start = start_of(tmp_path / "new", checkpoint={"resume": resume})
-        assert (start.checkpoint, start.step) == (None, 0)
-    (tmp_path / "logs").mkdir()  # the launcher's
-    assert start_of(tmp_path, checkpoint={"resume": "never"}).checkpoint is None
 
 
 def test_auto_takes_the_newest_whole_checkpoint_and_says_so(tmp_path):
@@ -440,27 +323,16 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):
 
 
 def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
-    """That of the working directory, and of mrl's own checkout; where mrl has none, its version."""
-    import subprocess
-
+    """That of the working directory, and of mrl's own checkout; a wheel's folder may lie below somebody else's."""
     monkeypatch.chdir(tmp_path)
-    own = pathlib.Path(mrl.__file__).parents[1]
-    line = ["git", "-C", str(own), "rev-parse", "HEAD"]
-    of_mrl = subprocess.run(line, capture_output=True, text=True).stdout.strip() if (own / ".git").exists() else "none"
+    (tmp_path / "site" / "mrl").mkdir(parents=True)
+    monkeypatch.setattr(mrl, "__file__", str(tmp_path / "site" / "mrl" / "__init__.py"))
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml train.steps=3")
-    head, _, rest = (
-        (tmp_path / "config.yaml").read_text().partition(f"# git: not a git repository\n# git of mrl: {of_mrl}, ")
-    )
-    assert head and rest.splitlines()[1] == "# command: mrl sft c.yaml train.steps=3"
+    says = f"# git: not a git repository\n# git of mrl: none, version {mrl.__version__}\n# command: mrl sft c.yaml train.steps=3"
+    assert says in (tmp_path / "config.yaml").read_text()
     identity = ["-c", "user.name=n", "-c", "user.email=e@e", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "config.yaml"], [*identity, "commit", "-qm", "x"]):
         subprocess.run(["git", *command], check=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
-    (tmp_path / "site" / "mrl").mkdir(parents=True)  # a wheel's folder, below the repository of somebody else
-    monkeypatch.setattr(mrl, "__file__", str(tmp_path / "site" / "mrl" / "__init__.py"))
-    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
-    assert f"# git of mrl: none, version {mrl.__version__}\n" in (tmp_path / "config.yaml").read_text()
+    assert ", 1 files changed since\n" in (tmp_path / "config.yaml").read_text()

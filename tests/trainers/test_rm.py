@@ -22,7 +22,7 @@ from mrl.data.scored import ScoredDataset, ScoredRow
 from mrl.metric_names import DPO_METRICS, RM_METRICS, SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl.tiny_policies import EXPERTS, weights_of
 from tests.trainers.tiny_runs import adamw_numbers, assert_goes_on_to_the_bit, numbers, write_rows
@@ -151,7 +151,7 @@ LAYOUTS = {  # processes, engine, data
 PAIRS = [(layout, LOSSES[i % len(LOSSES)]) for i, layout in enumerate(LAYOUTS)]
 
 
-@pytest.mark.parametrize("layout, loss", slow_but(PAIRS[2:4], PAIRS))
+@pytest.mark.parametrize("layout, loss", in_tiers(PAIRS[2:4], [PAIRS[5]], PAIRS))
 def test_layouts_give_the_same_steps(places, tmp_path, numbers_of, layout, loss):
     world, engine, data = LAYOUTS[layout]
     engine = {"device": "cpu", "micro_batch": {"size": 2}, "backend": "fsdp", **engine}
@@ -190,7 +190,7 @@ ADAPTERS = {"rank": 4, "dropout": 0.1, "export": "merged"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss, lora", slow_but([("steps", None)], [("steps", None), ("regression", ADAPTERS)]))
+@pytest.mark.parametrize("loss, lora", nightly_but([("steps", None)], [("steps", None), ("regression", ADAPTERS)]))
 def test_a_run_that_was_stopped_goes_on_to_the_bit(places, tmp_path, loss, lora):
     """With adapters the checkpoint holds the head beside them."""
     same = {"data": {"shuffle": True}, "engine": {**MEGATRON, "parallel": {"tp": 2}}, "checkpoint": {"export_hf": True}}
@@ -217,25 +217,6 @@ def test_a_language_model_gets_a_head_that_starts_at_zero_and_all_of_it_trains(p
     assert all(not torch.equal(after[name], before[name]) for name in before.keys() & after.keys())
     about = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert about["architectures"] == ["Qwen3ForSequenceClassification"] and len(about["id2label"]) == 1
-
-
-def test_a_family_without_a_classifier_in_transformers_is_said(places, tmp_path):
-    """Such an export is a reward model of mrl's, and of nobody else."""
-    shutil.copytree(places / "model", tmp_path / "model")
-    before = json.loads((tmp_path / "model" / "config.json").read_text())
-    names = ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id", "bos_token_id", "eos_token_id")
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
-    AutoConfig.for_model("olmoe", **{k: before.get(k) for k in names}, **sizes).save_pretrained(tmp_path / "model")
-    own = {"path": str(tmp_path / "model"), "init": "random"}
-    config = make_config(
-        places, tmp_path / "run", "regression", model=own, engine=MEGATRON, train={"steps": 1},
-        data={"eval": None}, checkpoint={"export_hf": True},
-    )  # fmt: skip
-    ended, why, said = run_case(1, CASE, config=config)
-    assert ended == "done", why
-    assert "transformers has no sequence classifier of model_type olmoe: what is exported" in said
-    with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "hf")
 
 
 @pytest.mark.parametrize("backend, export", [("fsdp", "adapter"), ("megatron", "merged")])

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import pytest
 
 from mrl.errors import ConfigError
 from mrl.trainers.run_lock import NAME, RunLock
-from tests.engine.harness import run_case
-from tests.trainers import tiny_runs
 
 HOLD = """
 import pathlib, sys
@@ -51,9 +48,14 @@ def test_a_second_run_is_refused_with_who_has_it_and_goes_on_after_a_kill(tmp_pa
     assert list(output_dir.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_no_other_run():
-    with pytest.raises(ConfigError, match="^output_dir: value '/proc/x' cannot be written .*; give a folder that can$"):
-        RunLock(pathlib.Path("/proc/x"), wait_s=0.2).acquire()
+@pytest.mark.parametrize("name", ["/proc/x", "file", "dangling"])
+def test_a_folder_that_cannot_be_made_is_no_other_run(tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    with pytest.raises(
+        ConfigError, match=f"^output_dir: value '{tmp_path / name}' cannot be written .*; give a folder"
+    ):
+        RunLock(tmp_path / name).acquire()
 
 
 def test_it_waits_for_a_run_that_is_about_to_end_and_leaves_nothing(tmp_path):
@@ -64,22 +66,11 @@ def test_it_waits_for_a_run_that_is_about_to_end_and_leaves_nothing(tmp_path):
     second.acquire()
     second.release()
     second.release()
-    assert list(tmp_path.iterdir()) == [tmp_path / "runs"], "the second did not make that folder, nor may it remove it"
-
-
-def test_folders_that_it_made_go_unless_something_came_into_them(tmp_path):
-    lock = RunLock(tmp_path / "a" / "b")
-    lock.acquire()
-    lock.release()
-    assert list(tmp_path.iterdir()) == []
-    lock.acquire()
-    (tmp_path / "a" / "b" / "config.yaml").write_text("mine")
-    lock.release()
-    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["config.yaml"]
+    assert list(output_dir.iterdir()) == []
 
 
 def test_never_two_at_a_time_though_each_removes_the_file(tmp_path):
-    inside, most, rounds = [], [0], 40
+    inside, most, rounds = [], [0], 20
 
     def work():
         for _ in range(rounds):
@@ -98,37 +89,8 @@ def test_never_two_at_a_time_though_each_removes_the_file(tmp_path):
     assert not any(t.is_alive() for t in threads) and most == [1]
 
 
-@pytest.mark.parametrize("fault", [FileExistsError, FileNotFoundError])
-def test_a_folder_that_goes_while_it_is_made_is_made_again(tmp_path, monkeypatch, caplog, fault):
-    """`mkdir` finds the folder of a run that ends, and then finds it gone."""
-    output_dir, mkdir, calls = tmp_path / "run", pathlib.Path.mkdir, []
-
-    def raced(self, *given, **named):
-        calls.append(self)
-        if len(calls) == 1:
-            raise fault(errno.EEXIST, "it was there")
-        mkdir(self, *given, **named)
-
-    monkeypatch.setattr(pathlib.Path, "mkdir", raced)
-    lock = RunLock(output_dir)
-    lock.acquire()
-    assert lock._lock.is_locked and caplog.text == ""
-    lock.release()
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_no_folder_is_refused_at_once(tmp_path, kind):
-    (tmp_path / "run").write_text("mine") if kind == "file" else (tmp_path / "run").symlink_to(tmp_path / "gone")
-    start_s = time.monotonic()
-    with pytest.raises(ConfigError, match="^output_dir: value .*/run' cannot be written"):
-        RunLock(tmp_path / "run").acquire()
-    assert time.monotonic() - start_s < 5 and os.path.lexists(tmp_path / "run")
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, caplog, number):
-    """And no file stands for a lock there: it would outlive a run that is killed."""
-
     def unsupported(*_):
         raise OSError(number, os.strerror(number))
 
@@ -137,20 +99,4 @@ def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, capl
     with caplog.at_level(logging.WARNING):
         lock.acquire()
     lock.release()
-    assert "no lock in" in caplog.text and os.strerror(number) in caplog.text and not (tmp_path / "run" / NAME).exists()
-
-
-@pytest.mark.slow
-def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
-    output_dir = tmp_path / "run"
-    lock = RunLock(output_dir)
-    lock.acquire()
-    try:
-        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=tiny_runs.make_config(inputs, output_dir))
-        assert ended == "ConfigError" and message.startswith("output_dir: ") and str(os.getpid()) in message
-        assert [p.name for p in output_dir.iterdir()] == [NAME]
-    finally:
-        lock.release()
-    config = tiny_runs.make_config(inputs, output_dir, train={"steps": 3})
-    assert run_case(2, "tests.trainers.cases:train", config=config)[0] == "done"
-    assert {p.name for p in output_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "hf"}
+    assert "no lock in" in caplog.text and os.strerror(number) in caplog.text

@@ -11,7 +11,6 @@ from mrl.batch import make_batch
 from mrl.config.load import from_dict
 from mrl.trainers.rl.teachers import References, with_ids
 from mrl.trainers.teacher import Teachers
-from mrl.trainers.teacher_cache import TopTokens
 from tests.trainers.tiny_runs import make_config
 
 V = 7  # of the student
@@ -52,7 +51,7 @@ def test_ids_of_a_teacher_with_more_rows_or_fewer(tmp_path, batch, rows, top_k, 
 
         def top(batch, log_probs=log_probs, count=one.ids_per_token):
             values, ids = log_probs[batch.tokens[batch.loss_mask != 0]].topk(count)
-            return TopTokens(ids.int(), values)
+            return {"ids": ids.int(), "log_probs": values}
 
         one.top = top
     made, _ = teachers.prepare(batch)

@@ -92,16 +92,10 @@ def test_speed_is_of_all_tokens_and_utilization_of_all_gpus(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "name, tflops",
     [
-        ("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GB300", 2500), ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA H20", 148),
-        ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA H200 NVL", 835), ("Tesla V100-SXM2-32GB", None),
-        ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GeForce RTX 4090", 165),
+        ("Tesla V100-SXM2-32GB", None), ("NVIDIA RTX A4000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )  # fmt: skip
 def test_peak_of_a_gpu_by_name(name, tflops):
     assert throughput.peak_of(name) == (tflops * 1e12 if tflops else None)
     assert throughput.peak_flops(torch.device("cpu")) is None
-
-
-def test_memory_is_that_of_this_process():
-    assert 0.01 < throughput.memory_gb(torch.device("cpu")) < 1000

@@ -23,7 +23,7 @@ from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
 from tests.engine.harness import run_case
 from tests.engine.tiny_vision import make_vision_model
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers import test_dpo, tiny_runs
 from tests.trainers.test_dpo import oracle
 from tests.trainers.tiny_runs import assert_goes_on_to_the_bit, numbers, write_rows
@@ -170,7 +170,7 @@ def preference_config(folder: pathlib.Path, output_dir: pathlib.Path, loss: str,
 
 @pytest.mark.parametrize(
     ("name", "world", "changes"),
-    slow_but(
+    nightly_but(
         [("dpo", 1, {"reference": {"cache": True}})],
         [
             ("dpo", 1, {"reference": {"cache": True}}),
@@ -201,18 +201,14 @@ def test_an_image_in_an_answer_is_one_line(pairs):
         dataset.load(0)
 
 
-@pytest.mark.parametrize(
-    ("case", "rows", "keys", "says"),
-    [
-        (
-            "cases",
-            "train",
-            {"teacher": {"model": {"path": "other"}}},
-            "teacher: is set, and model.path is a model that reads images, which is not distilled; leave it out",
-        ),
-        ("rm_cases", "pairs", {"loss": {"name": "bradley_terry"}}, "has no sequence classifier in transformers"),
-    ],
-)
+READS = "teacher: is set, and model.path is a model that reads images, which is not distilled; leave it out"
+REFUSED = [
+    ("cases", "train", {"teacher": {"model": {"path": "other"}}}, READS),
+    ("rm_cases", "pairs", {"loss": {"name": "bradley_terry"}}, "has no sequence classifier in transformers"),
+]
+
+
+@pytest.mark.parametrize(("case", "rows", "keys", "says"), REFUSED)
 def test_teachers_and_reward_models_of_images_are_refused(pairs, tmp_path, case, rows, keys, says):
     data = {"train": str(pairs / f"{rows}.jsonl"), "max_length": 128}
     made = config(pairs, tmp_path / "run", data=data, engine={}, **keys)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.metrics import read
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 
 LAYOUTS = {
@@ -64,7 +64,7 @@ def by_hand(inputs: pathlib.Path, made: list[dict]) -> tuple[float, float]:
     return loss.item(), float(torch.stack([p.grad.double().norm() for p in model.parameters()]).norm())
 
 
-@pytest.mark.parametrize("layout", slow_but(("fsdp", "megatron dp2"), LAYOUTS))
+@pytest.mark.parametrize("layout", in_tiers(["fsdp", "megatron dp2"], ["megatron cp2"], LAYOUTS))
 def test_the_loss_is_the_weighted_sum_over_the_weights(inputs, tmp_path, layout):
     made, (world, engine) = rows(), LAYOUTS[layout]
     expected = by_hand(inputs, made)

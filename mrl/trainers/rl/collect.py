@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms.shaping import groups_with_signal
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.errors import DataError, TrainingError, UserError
-from mrl.rewards.scorer import Scores
+from mrl.rewards.scorer import Scores, metrics
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers.rl import scoring
@@ -66,7 +66,7 @@ class ScoredRollout:
         groups = len(self.groups_S.unique())
         rejected = len(self.rejected[0]) / (len(lengths) // groups)
         row = {
-            **scoring.metrics(self.scores),
+            **metrics(self.scores),
             "rollout/response_length": sum(lengths) / len(lengths),
             "rollout/response_length_min": min(lengths),
             "rollout/response_length_max": max(lengths),

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import numbers
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mrl.data.prompts import Prompt, PromptSource
@@ -30,9 +28,6 @@ from mrl.rollout.fleet import Fleet, FleetSampler
 from mrl.rollout.kept import trajectory_from_state, trajectory_state
 from mrl.rollout.servers import ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
-
-REPORT_S = 60.0
-"""How often a wait for a rollout says what it waits for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +73,7 @@ class LaunchedRollouts:
     ) -> None:
         self._source, self._steps, self._say, self._hurried = source, steps, say, hurried
         self._is_main, self._on_main = dispatch.is_main, dispatch.on_main
-        self.level, self._takes_adapters = level, all(sampler.takes_adapters for sampler in samplers)
-        self._lost: collections.deque[dict[str, Any]] = collections.deque()  # of a checkpoint, until `relaunch`
+        self.level = level
         self._dropped: Mapping[str, Any] | None = None  # the source's position before what `drop` dropped
         self._fleets: list[Fleet] = []  # on the main process, as the next one
         self._collectors: list[tuple[FleetSampler, Collector]] = []  # of iterations 0, 1, ... modulo `level`
@@ -136,22 +130,6 @@ class LaunchedRollouts:
             else:
                 launch.future = self._pool.submit(self._collect, launch, collector, prompts, self._of_source())
 
-    def relaunch(self, iteration: int) -> bool:
-        """Launches the rollout of an iteration with the adapters that a checkpoint has of it. Returns whether it has
-        any. Collective."""
-        if not self._takes_adapters:  # rollout.server.lora has changed since
-            self._lost.clear()
-        if not self._lost or self._lost[0]["iteration"] != iteration:
-            return False
-        lost = self._lost[0]
-        newest = self._fleets[0].version if self._is_main else None
-        self._on_main(lambda: self._fleets[0].send_adapter_files(lost["adapters"]))
-        self.launch(iteration, lost["made"])
-        if self._is_main:
-            self._fleets[0].version = newest
-        self._lost.popleft()
-        return True
-
     def _of_source(self) -> tuple[Mapping[str, float], list[str], Mapping[str, Any]]:
         return self._source.metrics, self._source.take_notes(), self._source.state_dict()
 
@@ -198,42 +176,11 @@ class LaunchedRollouts:
     def _wait_for(self, launches: Sequence[_Launch]) -> float:
         """Waits until all are whole or ended; ends them itself when `hurried`. Returns the seconds."""
         began_s, futures = time.perf_counter(), [launch.future for launch in launches]
-        said_s = began_s
         while concurrent.futures.wait(futures, 1.0).not_done:
-            now_s = time.perf_counter()
             if self._hurried():
                 self._say(f"another signal: the rollout of iteration {launches[0].iteration + 1} is given up")
                 self._abort()
-            elif now_s - said_s >= REPORT_S:
-                said_s, waits_for = now_s, "; ".join(fleet.waits_for() for fleet in self._fleets_of(launches))
-                which = f"iteration {launches[0].iteration + 1}: its rollout"
-                self._say(f"{which} is not whole after {now_s - began_s:.0f} s: {waits_for}")
         return time.perf_counter() - began_s
-
-    @contextlib.contextmanager
-    def watching_syncs(self) -> Iterator[None]:
-        """Inside, `hurried` ends weight syncs: they raise SyncGivenUp on every rank."""
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(1.0):
-                for fleet in self._fleets if self._hurried() else ():
-                    fleet.abort_syncs()
-
-        watcher = threading.Thread(target=watch, name="hurried-syncs")
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
-            for fleet in self._fleets:
-                fleet.allow_syncs()
-
-    def _fleets_of(self, launches: Sequence[_Launch]) -> list[Fleet]:
-        """Returns the fleets that still sample some of these."""
-        groups = {launch.iteration % len(self._fleets) for launch in launches if not launch.future.done()}
-        return [self._fleets[group] for group in sorted(groups)]
 
     def trained(self) -> None:
         """Drops the oldest rollout: what training needs of it is kept elsewhere from now on."""
@@ -263,10 +210,9 @@ class LaunchedRollouts:
         training waits for it.
 
         - data: the source's position before the first rollout that an error has ended, else behind all
-        - launched: the rollouts that are whole; of the first that an error has ended, and of those after it, the
-          adapters alone, or nothing if servers get whole weights
+        - launched: the rollouts that are whole, up to that one
         """
-        launches, lost = list(self._launched), list(self._lost)
+        launches = list(self._launched)
         position = self._source.state_dict() if self._dropped is None else self._dropped
 
         def wait() -> dict[str, Any]:
@@ -277,40 +223,18 @@ class LaunchedRollouts:
                 data = broken[0].position if broken else launches[-1].future.result().after
             else:
                 data = position
-            return {"data": data, "launched": [*self._states(launches), *lost]}
+            whole = launches[: launches.index(broken[0])] if broken else launches
+            return {"data": data, "launched": [_launch_state(launch) for launch in whole]}
 
         return wait
 
-    def _states(self, launches: Sequence[_Launch]) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = []
-        broken = False
-        for launch in launches:
-            state: dict[str, Any] = {"iteration": launch.iteration, "made": launch.made}
-            broken |= launch.future.exception() is not None
-            if not broken:
-                whole = launch.future.result()
-                state |= {"position": dict(launch.position), "metrics": dict(whole.metrics), "notes": whole.notes}
-                state |= {"rollout": _rollout_state(whole.rollout), "after": dict(whole.after)}
-            else:
-                held = None if launch.sampler is None else launch.sampler.held
-                files = None if held is None else self._fleets[0].adapter_files(held)
-                if files is None:
-                    break
-                state["adapters"] = files
-            states.append(state)
-        return states
-
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Takes the rollouts of a checkpoint. The source is behind them."""
-        self._lost.extend(dict(state) for state in states if "adapters" in state)
-        states = [state for state in states if "adapters" not in state]
         self._iterations.extend(state["iteration"] for state in states)
         for state in states if self._is_main else ():
             rollout = _rollout_from_state(state["rollout"])
-            after = state.get("after", self._source.state_dict())  # an older mrl wrote none
-            whole = LaunchedRollout(
-                rollout, state["iteration"], state["made"], state["metrics"], state["notes"], after
-            )  # fmt: skip
+            of_source = state["metrics"], state["notes"], state["after"]
+            whole = LaunchedRollout(rollout, state["iteration"], state["made"], *of_source)
             launch = _Launch(whole.iteration, whole.made, state["position"])
             launch.future.set_result(whole)
             self._launched.append(launch)
@@ -341,6 +265,20 @@ class LaunchedRollouts:
 
 
 Samples = tuple[list[Trajectory], Scores]
+
+
+def _launch_state(launch: _Launch) -> dict[str, Any]:
+    """Returns what a checkpoint has of a rollout that is whole."""
+    whole = launch.future.result()
+    return {
+        "iteration": launch.iteration,
+        "made": launch.made,
+        "position": dict(launch.position),
+        "metrics": dict(whole.metrics),
+        "notes": whole.notes,
+        "rollout": _rollout_state(whole.rollout),
+        "after": dict(whole.after),
+    }
 
 
 def _rollout_state(rollout: ScoredRollout) -> dict[str, Any]:

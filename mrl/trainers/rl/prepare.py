@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
 
+from mrl.algorithms.advantages import ESTIMATORS
 from mrl.algorithms.distill import TEACHER_OF
+from mrl.algorithms.recipes import Recipe
+from mrl.algorithms.shaping import groups_with_signal
+from mrl.batch import Batch
 from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded
 from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
@@ -62,11 +67,24 @@ def check_rollout(trainer: PPOTrainer, collected: ScoredRollout, experience: Exp
         if references is not None and references.same_layout is not None:
             invariants.check_reference(batch, same_layout=references.same_layout, dtype=dtype)
         invariants.check_groups(batch, scores_S, trainer.recipe)
-    equal_rewards = trainer.equal_rewards.note(batch, scores_S, trainer.recipe)
-    token_limit = trainer.token_limit.note(collected.trajectories)
-    for note in (equal_rewards, token_limit):
-        if note is not None:
-            trainer.console.say(f"step {progress.step + 1}: {note}")
+    if not trainer.said_equal_rewards and has_equal_rewards(batch, scores_S, trainer.recipe):
+        trainer.said_equal_rewards = True
+        trainer.console.say(
+            f"step {progress.step + 1}: every group's rewards are equal: this rollout trains nothing by rewards; if "
+            "it stays so, give prompts of another difficulty, more rollout.samples_per_prompt, or rewards that tell "
+            "completions apart"
+        )
+
+
+def has_equal_rewards(batch: Batch, scores_S: Tensor, recipe: Recipe) -> bool:
+    """Returns whether an algorithm of group differences learns nothing from a rollout. scores_S: in its order.
+
+    It is allowed: a task may be too hard at first, and such a step leaves the policy about where it is.
+    """
+    if ESTIMATORS[recipe.advantage].needs != "groups_S":
+        return False
+    small = float(batch.token_fields["advantages"].abs().max()) < 1e-6  # a KL or a length in the rewards makes more
+    return small and not bool(groups_with_signal(scores_S, batch.sequence_fields["groups"]).any())
 
 
 def rollout_metrics(

@@ -222,10 +222,6 @@ def groups_of_servers(rollout: RolloutConfig) -> list[RolloutConfig]:
 def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) -> dict[str, Any]:
     """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
     plain = to_dict(config)
-    if not config.rollout.async_level:  # an older mrl wrote no such key
-        del plain["rollout"]["async_level"]
-    if not config.rollout.ranks:
-        del plain["rollout"]["ranks"]
     files = sorted(pathlib.Path(folder).glob("*.*"))
     environment = (config.rollout.environment or "").rpartition(":")[0]
     return {
@@ -234,7 +230,7 @@ def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) ->
         "model": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()],
         "environment": pathlib.Path(environment).read_text(encoding="utf-8") if environment else None,
         "world_size": world_size,
-        **({"end_tokens": ends.added} if ends.added else {}),  # an older mrl wrote no such key
+        "end_tokens": ends.added,
     }
 
 

@@ -12,7 +12,6 @@ from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
 from mrl.config.roles import rewrite_role_error_keys
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import OnMain
-from mrl.rewards import scorer as scoring
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores
 from mrl.rewards.text import Row
@@ -66,17 +65,13 @@ class Scoring:
 
         Raises RewardError for a function's fault, and where a reward model gives no finite number.
         """
-        scores = Scores((0.0,) * len(trajectories), {})
-        if self.rewards is not None:
-            scores = self.on_main(lambda: self._by_functions(trajectories, Position(step, made, self.total_steps)))
+        scores = self.on_main(lambda: self._by_functions(trajectories, Position(step, made, self.total_steps)))
         return self.by_models(scores, trajectories)
 
     def on_this_process(self, trajectories: Sequence[Trajectory], *, step: int, made: int) -> Scores:
         """Scores as `score` does, on the main process alone and in any thread. `by_models` is left if there is a reward
         model."""
-        scores = Scores((0.0,) * len(trajectories), {})
-        if self.rewards is not None:
-            scores = self._by_functions(trajectories, Position(step, made, self.total_steps))
+        scores = self._by_functions(trajectories, Position(step, made, self.total_steps))
         return scores if self.reward_model is not None else self.by_models(scores, trajectories)
 
     def by_models(self, scores: Scores, trajectories: Sequence[Trajectory]) -> Scores:
@@ -94,6 +89,8 @@ class Scoring:
         return next(iter(scores.parts.values())) if self.rewards is not None else scores.totals
 
     def _by_functions(self, trajectories: Sequence[Trajectory], position: Position) -> Scores:
+        if self.rewards is None:
+            return Scores((0.0,) * len(trajectories), {})
         scorer = self._scorer
         assert scorer is not None, "on the main process it lives from the start to `close`"
         groups = itertools.accumulate(t.sample == 0 for t in trajectories)
@@ -124,16 +121,6 @@ def scoring_of(trainer: Trainer, folders: Mapping[str, str], first: Sequence[tup
     )  # fmt: skip
     trainer.closing.callback(scores.close)
     return scores
-
-
-def by_sample(scores: Scores, index: int) -> dict[str, float]:
-    """Returns the parts of one sample, by label."""
-    return {label: values[index] for label, values in scores.parts.items()}
-
-
-def metrics(scores: Scores) -> dict[str, float]:
-    """`reward/mean`, `reward/std`, the same by label, `reward/faults`."""
-    return scoring.metrics(scores)
 
 
 def select(scores: Scores, indices: Sequence[int]) -> Scores:

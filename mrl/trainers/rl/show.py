@@ -33,19 +33,15 @@ def show_rollout(trainer: PPOTrainer, step: int, collected: ScoredRollout, exper
     if wanted.every is not None and is_due(step, wanted.every, config.steps_per_iteration):
         of_tokens = token_advantages(experience)
         of_tokens = [of_tokens[i] for i in as_sampled]
-        removed = trainer.dispatch.on_main(
+        trainer.dispatch.on_main(
             lambda: write_rollout(trainer.directory, wanted, step, collected, advantages_S.tolist(), of_tokens)
         )
-        if removed and is_due(step, config.log.table_every, config.steps_per_iteration):
-            trainer.console.say(
-                f"samples/: the {removed} oldest files are removed; log.samples.max_mb is {wanted.max_mb}"
-            )
     if log.has_sinks:
         log.histograms(step, histograms(collected, advantages_S.tolist()))
     if not is_due(step, config.log.table_every, config.steps_per_iteration):
         return
     rewarded = is_rewarded(config)
-    trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table, rewarded=rewarded))
+    trainer.console.samples(table(collected.trajectories, collected.scores, config.log.table, rewarded=rewarded))
     if log.has_sinks:
         rows = table(collected.trajectories, collected.scores, LOGGED_ROWS, rewarded=rewarded)
         labels = list(rows[0][3])
@@ -78,10 +74,11 @@ def write_rollout(
     collected: ScoredRollout,
     advantages: list[float],
     of_tokens: list[list[float] | None],
-) -> int:
-    """Writes the file of a rollout, and one of the greedy answers. Returns how many older files had to give way. Groups
-    that gave way to others have no advantage. The order is the one of sampling, so a replay is the same even if prompts
-    came twice.
+) -> None:
+    """Writes the file of a rollout, and one of the greedy answers.
+
+    Groups that gave way to others have no advantage. The order is the one of sampling, so a replay is the same even if
+    prompts came twice.
     """
     rejected, of_rejected = collected.rejected
     trajectories = [*collected.trajectories, *rejected]
@@ -112,7 +109,7 @@ def write_rollout(
             tokens=wanted.tokens,
             compress=wanted.compress,
         )
-    return bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
+    bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
 
 def mean_advantages(experience: Experience) -> Tensor:
@@ -155,7 +152,7 @@ def table(
             last_turn_text(trajectories[i]),
             text_after_prompt(trajectories[i]),
             scores.totals[i] if rewarded else None,
-            scoring.by_sample(scores, i),
+            {label: values[i] for label, values in scores.parts.items()},
         )
         for i in list(places)[:rows]
     ]

@@ -22,12 +22,12 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import engine_of, is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
-from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import Ask, ask_role, ask_server
 from mrl.roles.teacher_server import TeacherServer
+from mrl.trainers.teacher import known_vocab_size
 from mrl.trainers.trainer import Trainer
-from mrl.weights.hf_config import read_hf_config, vocab_size_of
+from mrl.weights.hf_config import read_hf_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,30 +136,19 @@ def references_of(trainer: Trainer, folders: Mapping[str, str], recipe: Recipe) 
     config, dispatch = trainer.config, trainer.dispatch
     if not recipe.needs_reference:
         return None
-    if (
-        config.actor.model.lora is not None
-        and "reference" in dispatch.engines
-        and config.algorithm.name not in OPD_NAMES
-    ):
-        trainer.console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
     same_layout = _same_layout(config, folders)
     asked = {role: _asked(config, role, folders.get(role, folders["actor"]), dispatch) for role in teachers_of(config)}
     keys = config.algorithm.distill
     if keys is None:
         return References(asked, same_layout=same_layout)
-    own, *others = (_vocab_size(config, role, folders[role]) for role in ("actor", *asked))
+    own, *others = (
+        known_vocab_size(f"{role}.model.path", model_of(config, role).path, read_hf_config(folders[role]))
+        for role in ("actor", *asked)
+    )
     ids = tuple(min(keys.top_k or size, size) for size in others)
     tail = not all(count == size == own for count, size in zip(ids, others, strict=True))
     distill = TeacherDivergence(kind=keys.loss, beta=keys.resolved_beta, tail=tail)
     return References(asked, ids, distill, own, same_layout)
-
-
-def _vocab_size(config: PPOConfig, role: str, folder: str) -> int:
-    size = vocab_size_of(read_hf_config(folder))
-    if size is None:
-        why = "has no vocab_size in its config.json, which distillation compares"
-        raise ConfigError(f"{role}.model.path", quoted(model_of(config, role).path), why, "give a model that has")
-    return size
 
 
 def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) -> Ask:
@@ -169,19 +158,6 @@ def _asked(config: PPOConfig, role: str, folder: str, dispatch: WorkerDispatch) 
     tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code)
     dispatch.on_main(lambda: server.check_tokenizer(tokenizer))
     return ask_server(dispatch, server)
-
-
-def _why_not_base(config: PPOConfig) -> str:
-    """Names the key that keeps the reference from being the actor with its adapters off."""
-    own = config.reference
-    given = {
-        "reference.model.path": own.model.path,
-        "reference.model.dtype": own.model.dtype,
-        "reference.engine": own.engine,
-        "reference.update_every": own.update_every,
-    }
-    key = next(key for key, value in given.items() if value is not None)
-    return f"since {key} is set; where it is null the actor without its adapters is the reference"
 
 
 def _same_layout(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:

@@ -6,18 +6,16 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.recipes import in_words, kl_controller
-from mrl.config.checks import check_batch
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import roles_of
 from mrl.config.schema import ModelConfig
-from mrl.data.mixture import MixedDataset, notes_of_rows
+from mrl.data.mixture import notes_of_rows
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.atomic_checkpoint import step_name
@@ -29,13 +27,12 @@ from mrl.rollout.servers import ServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import is_due, say_all, say_mtp_layers
 from mrl.trainers.console import Console
-from mrl.trainers.mixture_length import length_of_mixture
+from mrl.trainers.length import length_of
 from mrl.trainers.opening import say_choices, say_length, say_model
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
-from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from mrl.trainers.rl.prompts import PromptsTask
 from mrl.trainers.rl.roles import make_dispatch, role_fingerprints, role_folder, set_total_steps
 from mrl.trainers.rl.samplers import open_rollouts
@@ -68,7 +65,7 @@ class PPOTrainer(Trainer):
         super().__init__(config, console, closing)
         self.experience: Experience | None = None  # of the iteration at hand; None at the start of one
         self._ranks_url = ranks_url
-        self.equal_rewards, self.token_limit = EqualRewards(), TokenLimit(config.rollout.max_new_tokens)
+        self.said_equal_rewards = False
         console.doing("reading the models' folders and the data")
         self._open_models()
         task, folder = PromptsTask(config), self.folders["actor"]
@@ -79,7 +76,10 @@ class PPOTrainer(Trainer):
         self.saves = CheckpointSaver(self.dispatch.device)
         self.lock()
         self.references = references_of(self, self.folders, self.recipe)
-        self.total_steps = self._length()
+        self.total_steps = length_of(
+            config, prompts, console, rows=config.prompts_per_iteration, each=config.steps_per_iteration,
+            check=functools.partial(check_schedules, config),
+        )  # fmt: skip
         set_total_steps(self.dispatch, self.total_steps, critic_warmup=config.algorithm.critic_warmup)
         first = [row for rows in (prompts, *held_out.values()) for row in rows.first_rows()]
         scores = scoring_of(self, self.folders, first)
@@ -150,28 +150,6 @@ class PPOTrainer(Trainer):
         self.sampling = self.samplings[group]
         if isinstance(self.rollouts, SharedRollouts):
             self.rollouts.group = group
-
-    def _length(self) -> int:
-        """Returns optimizer steps of the run: of train.steps, or of train.epochs passes over the prompts."""
-        config, source, console = self.config, self.source, self.console
-        train, per_iteration, rows = config.train, config.steps_per_iteration, len(source.dataset)
-        check_batch(train.global_batch_size, config.prompts_per_iteration, rows)
-        if isinstance(source.dataset, MixedDataset):
-            return length_of_mixture(
-                config, source.dataset, console, rows=config.prompts_per_iteration, each=per_iteration,
-                check=functools.partial(check_schedules, config),
-            )  # fmt: skip
-        if train.steps is not None:
-            return train.steps
-        epochs = 1.0 if train.epochs is None else train.epochs
-        usable = source.usable()
-        iterations = max(1, math.ceil(Fraction(str(epochs)) * usable / config.prompts_per_iteration))
-        steps = iterations * per_iteration
-        length = f"the {pluralize(steps, 'step')} of {pluralize(epochs, 'epoch')}"
-        made = f"{pluralize(iterations, 'iteration')}: {length}"
-        console.say(f"data.train: {usable} of its {pluralize(rows, 'row')} can be used, which makes {made}")
-        check_schedules(config, steps, length)
-        return steps
 
     @property
     def model(self) -> ModelConfig:

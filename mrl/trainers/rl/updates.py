@@ -14,10 +14,11 @@ from mrl.algorithms.recipes import actor_loss, critic_loss
 from mrl.algorithms.value import explained_variance
 from mrl.batch import Batch
 from mrl.roles.dispatch import StepResult
+from mrl.trainers.rl import invariants
 from mrl.trainers.rl.experience import Experience
-from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.rl.teachers import with_ids
 from mrl.trainers.rl.trainer import PPOTrainer
+from mrl.trainers.step_guard import StepGuard
 
 
 def train_critic(trainer: PPOTrainer, batch: Batch) -> dict[str, float]:
@@ -72,17 +73,30 @@ def train_role(
 
     Raises TrainingError if loss or gradient norm are not finite or a guard fails. Then nothing is saved but the batch.
     """
-    dispatch, guard = trainer.dispatch, RoleGuard(trainer, role, batch)
+    dispatch, head = trainer.dispatch, "value" if role == "critic" else "lm"
+    guard = StepGuard(trainer, role, batch, head=head, may_be_zero=True)
     dispatch.zero_grad(role)
     predictions, loss, found = dispatch.forward_backward(
         role, batch, loss_fn, ctx=ctx | {"last": True}, denominator=loss_fn.denominator
     )
     predicted = predictions["values" if role == "critic" else "log_probs"]
     predicted_T = predicted if predicted.dim() == 1 else predicted[:, 0]  # of the sampled token, among a teacher's ids
-    guard.before_update(loss, predicted_T)
+    guard.before_update(loss)
+    if role == "actor" and trainer.config.train.guards and _is_first_of_actor(trainer):
+        invariants.check_ratios(predicted_T, batch)
+        trainer.progress.exact = True
     result = dispatch.optim_step(role, guard=guard.watches_parameters)
     guard.after_update(result)
     return predicted_T, loss, found, result
+
+
+def _is_first_of_actor(trainer: PPOTrainer) -> bool:
+    """Returns whether the actor makes its first step, on a mini-batch whose old log-probs were computed with the same
+    neighbours."""
+    config, step = trainer.config, trainer.progress.step
+    _, number = trainer.position(step)
+    in_first_epoch = number * config.mini_batch_size < config.train.global_batch_size
+    return step == config.algorithm.critic_warmup and in_first_epoch
 
 
 def end_iteration(trainer: PPOTrainer, experience: Experience) -> None:

@@ -34,7 +34,7 @@ from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.vllm import VLLMServer
 from mrl.trainers import ppo, signals
-from mrl.trainers.rl import experience, prepare, roles
+from mrl.trainers.rl import experience, prepare
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.trainer import trainer_of
@@ -197,13 +197,6 @@ def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def references_are_saved() -> Iterator[None]:
-    """Checkpoints hold references that never change, as those of earlier versions."""
-    with mock.patch.object(roles, "frozen_roles", lambda config: ("reward",)):
-        yield
-
-
-@contextlib.contextmanager
 def signal_in_evaluation(step: int) -> Iterator[None]:
     """SIGTERM when the evaluation after `step` begins."""
     with before(Evaluation, "run", lambda _, at: at == step and os.kill(os.getpid(), signal.SIGTERM)):
@@ -259,18 +252,6 @@ def killed_at(step: int, pid: int | None = None, name: str = "SIGKILL") -> Itera
 
 
 @contextlib.contextmanager
-def killed_as_it_hangs(step: int, pid: int, hangs_from: int) -> Iterator[None]:
-    """A server's process ends as `step` begins to train. It has answered no request of rollouts from step `hangs_from` on."""
-
-    def hang(server: VLLMServer, request: SampleRequest, **_: Any) -> None:
-        if request.key.step >= hangs_from:
-            server.http.post("/hang", tries=1)
-
-    with killed_at(step, pid), before(VLLMServer, "complete", hang):
-        yield
-
-
-@contextlib.contextmanager
 def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
     """A server's process ends as `step` begins to train. As step `at` does, the run waits for another one at its url."""
 
@@ -284,30 +265,17 @@ def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried_at(step: int, pid: int, sync: bool = False) -> Iterator[None]:
-    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice. sync: as servers are about to get
-    the weights that `step` is the first to change."""
-    now: set[bool] = set()
+def hurried_at(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
-            now.add(True)
-            if not sync:
-                hang_and_hurry(pid)
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-    def at_sync(*_: Any) -> None:
-        if now:
-            hang_and_hurry(pid)
-
-    comes = before(ppo, "take_launched" if sync else "one_step", at_step)
-    with comes, before(Fleet, "send", at_sync), mock.patch.object(signals, "APART_S", 0.2):
+    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
         yield
-
-
-def hang_and_hurry(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 @contextlib.contextmanager
@@ -363,8 +331,8 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     each.__name__: each
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
-        old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, references_are_saved, step_changes,
-        killed_at, hurried_at, hurried_at_take, killed_as_it_hangs, server_comes_back, steps_take, reward_model_fails,
+        old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, step_changes,
+        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip

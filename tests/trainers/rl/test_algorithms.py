@@ -12,7 +12,7 @@ from mrl.algorithms.kl import KLController
 from mrl.algorithms.recipes import RECIPES, recipe
 from mrl.batch import make_batch
 from mrl.trainers.rl.experience import make_experience
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine, train
 
@@ -29,7 +29,9 @@ def answers(folder, iteration=0, series="step"):
 RUN_ELSEWHERE = ("ppo", "grpo", "dapo", "remax", "dr_grpo", "gspo", "opd")  # below, and in the files beside this one
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in RUN_ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", nightly_but(["rloo", "reinforce_pp_baseline"], [name for name in RECIPES if name not in RUN_ELSEWHERE])
+)
 def test_two_iterations_of_every_algorithm(inputs, tmp_path, name):
     """Every weight has moved, metrics are finite, and the second rollout is another one."""
     folder = tmp_path / "run"
@@ -87,7 +89,11 @@ def test_critic_warmup(inputs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "zero", "reference"), [(3, [1, 3, 4], None), (4, [1, 3], engine(size=2))], ids=str)
+@pytest.mark.parametrize(
+    ("every", "zero", "reference"),
+    nightly_but([(3, [1, 3, 4], None)], [(3, [1, 3, 4], None), (4, [1, 3], engine(size=2))]),
+    ids=str,
+)
 def test_reference_update_every(inputs, tmp_path, every, zero, reference):
     """At the end of an iteration in which N more steps were made the KL is 0 again: exactly, in the actor's layout."""
     folder = tmp_path / "run"
@@ -205,7 +211,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["dapo"], ["remax", "dapo"]))
+@pytest.mark.parametrize("name", nightly_but(["dapo"], ["remax", "dapo"]))
 def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines.
 

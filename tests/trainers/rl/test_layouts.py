@@ -22,7 +22,7 @@ import pytest
 
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -44,15 +44,9 @@ LAYOUTS = {
 }
 """Name -> processes, and the engine of each role; a role that is not named has the actor's."""
 
-FAST = [
-    ("fsdp", "grpo"),
-    ("tp2", "grpo"),
-    ("pp2", "ppo"),
-    ("actor tp2, critic pp2", "ppo"),
-    ("padded", "grpo"),
-    ("actor ep2, critic fsdp", "ppo"),
-]
-SLOW = [("fsdp cp2", "grpo"), ("cp2", "ppo"), ("dp2", "grpo"), ("fsdp 2", "ppo"), ("tp2 x cp2, critic fsdp", "ppo")]
+FAST = [("fsdp", "grpo"), ("pp2", "ppo"), ("actor tp2, critic pp2", "ppo"), ("padded", "grpo")]
+SLOW = [("cp2", "ppo"), ("actor ep2, critic fsdp", "ppo")]
+NIGHTLY = [("tp2", "grpo"), ("fsdp cp2", "grpo"), ("dp2", "grpo"), ("fsdp 2", "ppo"), ("tp2 x cp2, critic fsdp", "ppo")]
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +105,7 @@ def assert_same_update(actual, expected, start):
     assert moved[worst] <= UPDATE, f"the update of {worst} differs by {moved[worst]:.2e}"
 
 
-@pytest.mark.parametrize(("layout", "name"), slow_but(FAST, FAST + SLOW))
+@pytest.mark.parametrize(("layout", "name"), in_tiers(FAST, SLOW, FAST + SLOW + NIGHTLY))
 def test_trap_13_and_27_an_iteration_is_the_same_everywhere(run_once, inputs, name, layout):
     world, engines = LAYOUTS[layout]
     check_equal(run_once, inputs, name, "moe" if "ep2" in layout else "model", layout, engines, world)

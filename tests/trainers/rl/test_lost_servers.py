@@ -25,8 +25,8 @@ def test_a_run_goes_on_without_a_server_and_with_it_again(inputs, tmp_path):
 
     restarting = threading.Thread(target=restart)
     restarting.start()
-    more = {"checkpoint": {"every": None}}
-    unbroken, config = (config_of(inputs, tmp_path / run, servers[0], **ADAPTERS, **more) for run in ("a", "b"))
+    parts = ADAPTERS | {"checkpoint": {"every": None}, "train": {"steps": 8}}
+    unbroken, config = (config_of(inputs, tmp_path / run, servers[0], **parts) for run in ("a", "b"))
     config["rollout"]["server"]["urls"] = urls
     ends = {"step": PER_ITERATION + 1, "pid": servers[1].process.pid, "url": urls[1], "at": 2 * PER_ITERATION + 1}
     try:

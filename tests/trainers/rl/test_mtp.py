@@ -13,7 +13,7 @@ import torch
 
 from mrl.batch import make_batch
 from tests.engine import mtp
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers import tiny_runs
 from tests.trainers.rl import test_layouts, tiny_policies
 from tests.trainers.rl.tiny_policies import SEQUENCES, VOCAB, engine, train
@@ -51,7 +51,7 @@ def sampled(output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["grpo"], ["grpo", "ppo"]))
+@pytest.mark.parametrize("name", nightly_but(["grpo"], ["grpo", "ppo"]))
 def test_the_policy_is_the_one_without_them(inputs, folder, tmp_path, name):
     chosen = engine("megatron", size=1 if name == "ppo" else 3)
     changes = {} if name == "ppo" else {"reference": {"update_every": 1}}

@@ -86,7 +86,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(inputs, whole, tmp_path):
     assert made_of(tmp_path / "run") == made_of(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_after_a_resume_both_worlds_have_the_layers_of_the_checkpoint(inputs, tmp_path):
     """There `auto` alone is local. A sampling rank that cannot have them says so."""
 
@@ -145,7 +145,7 @@ leave(0, failed=False)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_messages_name_ranks_by_their_number_among_all():
     """Under torchrun, where each rank prints a line of its own."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import engine
 
@@ -43,7 +43,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(["gspo, corrected, tp2"], CASES))
+@pytest.mark.parametrize("case", nightly_but(["gspo, corrected, tp2"], CASES))
 def test_the_run_is_the_one_with_a_forward_before_each_step(inputs, tmp_path, case):
     name, world, changes = CASES[case]
     train(single(inputs, tmp_path / "before", name, **changes), world, happening="old_log_probs_come_first")
@@ -63,14 +63,14 @@ def test_stopped_between_rollout_and_step_it_goes_on_bitwise(inputs, tmp_path):
     assert_same_run(stopped, whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "forwards"),
-    [
-        ("ppo", {}, STEPS),  # the KL in the reward is made of them
-        ("grpo", {"train": {"guards": False}}, STEPS),  # nothing has found that both forwards agree
-        ("ppo", {"algorithm": {"kl_in": "none", "critic_warmup": 1}}, 2),  # no step of the actor's, then its first
-    ],
-)
+NEEDED = [
+    ("ppo", {}, STEPS),  # the KL in the reward is made of them
+    ("grpo", {"train": {"guards": False}}, STEPS),  # nothing has found that both forwards agree
+    ("ppo", {"algorithm": {"kl_in": "none", "critic_warmup": 1}}, 2),  # no step of the actor's, then its first
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "forwards"), nightly_but(NEEDED[:2], NEEDED))
 def test_a_forward_before_the_step_where_it_is_needed(inputs, tmp_path, name, changes, forwards):
     counted = train(single(inputs, tmp_path / "run", name, **changes), happening="forwards_are_counted")
     assert counted["actor"] == forwards

@@ -10,6 +10,7 @@ Where the other numbers are tested that an RL run can meet:
 
 import pytest
 
+from tests.tiers import nightly_but
 from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.tiny_policies import EVAL_ROWS, TRAIN_ROWS, engine, train
 
@@ -60,7 +61,7 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
         assert all((log_prob < 0) == bool(mask) for log_prob, mask in zip(row["log_probs"], row["mask"], strict=True))
 
 
-@pytest.mark.parametrize(("name", "mini_batch"), [("ppo", 2), ("grpo", 1)])
+@pytest.mark.parametrize(("name", "mini_batch"), nightly_but([("ppo", 2)], [("ppo", 2), ("grpo", 1)]))
 def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(inputs, tmp_path, name, mini_batch):
     """Mini-batches of two sequences on two replicas: each has one, of 1 to 8 tokens. A mean of the replicas' means would
     weigh them alike, in ppo, whose loss is the mean over tokens. Of one sequence: a replica has none."""
