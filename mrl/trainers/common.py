@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.schema import LoraConfig
-from mrl.data.encode import Encoder
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
@@ -149,15 +148,9 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
 
 
-def say_other_ends(
-    console: Console, state: Mapping[str, Any], ends: EndTokens, encoders: Sequence[Encoder] = ()
-) -> None:
-    """Says which end tokens of a chat template differ from those at the save. An older mrl saved none; then it says how
-    it read rows otherwise. encoders: of rows that train."""
+def say_other_ends(console: Console, state: Mapping[str, Any], ends: EndTokens) -> None:
+    """Says which end tokens of a chat template differ from those at the save."""
     before = list(state.get("end_tokens", {}).get("added", ()))
-    if "end_tokens" not in state:
-        found = {line: None for encoder in encoders if (line := encoder.changed_ends_note())}
-        say_all(console, [f"changed since the checkpoint: {line}" for line in found])
     if before != list(ends.added):
         now = list(ends.added) or "none"
         console.say(f"changed since the checkpoint: end tokens of the chat template were {before or 'none'}, now {now}")

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.checks import check_batch, check_schedule
@@ -18,7 +18,6 @@ from mrl.config.schema import ModelConfig
 from mrl.config.stream_checks import streamed_keys
 from mrl.data.batches import BatchSource, steps_for_epochs
 from mrl.data.dataset import RowDataset
-from mrl.data.encode import Encoder
 from mrl.data.mixture import MixedDataset, notes_of_rows
 from mrl.data.stream import count_usable, may_leave_out
 from mrl.data.tokenizer import load_tokenizer
@@ -92,10 +91,6 @@ class RowsTrainer(Trainer):
     def model(self) -> ModelConfig:
         section: ModelConfig = self.config.model
         return section
-
-    @property
-    def encoders(self) -> Sequence[Encoder]:
-        return self.source.dataset.encoders()
 
     @property
     def where(self) -> str:

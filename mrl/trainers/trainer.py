@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ from mrl.config.resume import check_resume
 from mrl.config.schema import ModelConfig
 from mrl.config.urls import without_signatures
 from mrl.data.dataset import Part, RowDataset
-from mrl.data.encode import Encoder
 from mrl.data.mixture import eval_rows, train_rows
 from mrl.data.stream import RowStream
 from mrl.engine.atomic_checkpoint import step_name
@@ -133,11 +132,6 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def model(self) -> ModelConfig:
         """The section of the model that is exported."""
-
-    @property
-    def encoders(self) -> Sequence[Encoder]:
-        """Encoders of rows that train."""
-        return ()
 
     @abc.abstractmethod
     def build(self, start: StartState) -> StartState:
@@ -380,7 +374,7 @@ class Trainer(abc.ABC):
         for note in check_resume(state["config"], to_dict(config)):
             console.say(f"changed since the checkpoint: {note}")
         say_other_choices(console, state.get("chosen", {}), dispatch.chosen)
-        say_other_ends(console, state, self.ends, self.encoders)
+        say_other_ends(console, state, self.ends)
         self.check_models(state)
         self.progress = Progress(**state["progress"])
         if not is_own(self.directory, start, state["config"], config.checkpoint):
