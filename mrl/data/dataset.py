@@ -34,7 +34,6 @@ from mrl.data.formats import (
     rename_fields,
     row_weight,
 )
-from mrl.data.json_text import AS_MESSAGES, decode_json_fields
 from mrl.data.left_out import left_out
 from mrl.data.noted import TrackedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
@@ -102,10 +101,7 @@ class RowDataset(Generic[T]):
         exchange: Exchange = one_process_exchange,
     ) -> None:
         path = config.train if part == "train" else config.eval
-        if path is None:
-            raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
-        if not isinstance(path, str):
-            raise DataError(f"data.{part}", why="is several sources, which are not taken here", fix="give one path")
+        assert isinstance(path, str), f"data.{part} is {path}, and a dataset is of one path"
         self.config, self.part, self.vocab_size = config, part, vocab_size
         self.path = shown_url(path)
         check_columns(config.columns)
@@ -237,23 +233,15 @@ class RowDataset(Generic[T]):
         raise NotImplementedError
 
     def template_notes(self) -> list[str]:
-        """Returns a line for each field of the first rows that the chat template leaves out, or takes in another form.
-
-        Raises DataError; the same on every rank.
-        """
-        chats, texts = list[tuple[str, Chat]](), dict[str, str]()
+        """Returns a line for each field of the first rows that the chat template leaves out. Raises DataError."""
+        chats: list[tuple[str, Chat]] = []
         for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
             try:
-                row = TrackedRow(self._row(index))
-                contents = self._contents(row)
+                contents = self._contents(self._row(index))
             except UserError:
                 continue  # its own reading says so
-            place, read = self.where(index), decode_json_fields(row)
-            changed = {name for name, value in row.items() if dict.__getitem__(read, name) is not value}
-            for name in [name for name in row if name in changed & row.read]:
-                texts.setdefault(name, f"{place}: {name}: {AS_MESSAGES}")
-            chats += [(place, one.chat) for one in contents if isinstance(one, Chat | Question | Pair)]
-        return [*texts.values(), *self._left_out(chats)]
+            chats += [(self.where(index), one.chat) for one in contents if isinstance(one, Chat | Question | Pair)]
+        return self._left_out(chats)
 
     def _row(self, index: int) -> dict[str, Any]:
         return split_turns(rename_fields(self._rows[index], self.config.columns), self.config.turns)
@@ -289,7 +277,7 @@ class RowDataset(Generic[T]):
     def _dialogue(self) -> list[str]:
         """Returns a line if a text holds a whole conversation: the chat template makes one turn of it."""
         row, where = self.first_row()
-        field = looks_like_dialogue(row) if self._templates_texts() else None
+        field = looks_like_dialogue(row) if self._has_template else None
         if field is None:
             return []
         return [
@@ -297,39 +285,16 @@ class RowDataset(Generic[T]):
             "data.turns makes messages of such texts, data.chat_template=none takes them as they are"
         ]
 
-    def _templates_texts(self) -> bool:
-        """Returns whether texts of rows become turns of the chat template."""
-        return self._has_template
-
     def unread_fields(self) -> list[str]:
         """Returns a line on the fields that nothing reads, of the first row of each source. Raises as `first_row`."""
         index, row = self.agree_on(self._first_row)
-        read = self._read_of(index, row)
-        unread = [name for name in row if name not in read and not name.endswith("_unused")]
-        fields = "field" if len(unread) == 1 else "fields"
-        return [f"{self.where(index)}: nothing reads its {fields} {join_names(unread)}"] if read and unread else []
-
-    def newly_read(self) -> list[str]:
-        """Returns a line on fields that an older mrl did not read, if one of the first rows has them."""
-        self.first_row()  # what stops a run does so on every rank
-        for index in itertools.islice(self._rows.head(), ROWS_WITH_NOTES):
-            try:
-                row = self._row(index)
-            except UserError:  # which is said where the row is used
-                continue
-            if new := [name for name in ("system", "history") if row.get(name) and name in self._read_of(index, row)]:
-                what = "were left out by the mrl that saved the checkpoint, and become turns from here on"
-                return [f"{self.where(index)}: its fields {' and '.join(new)} {what}"]
-        return []
-
-    def _read_of(self, index: int, row: dict[str, Any]) -> set[str]:
-        """Returns the fields of a row that are read; none of an unused row."""
         noted = TrackedRow(row)
         try:
             self._make(index, noted)
         except UserError:  # which is said where the row is used
-            noted.read.clear()
-        return noted.read
+            return []
+        unread = [name for name in row if name not in noted.read and not name.endswith("_unused")]
+        return [f"{self.where(index)}: nothing reads its fields {join_names(unread)}"] if unread else []
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none, and what
@@ -429,9 +394,6 @@ class SFTDataset(EncodedRows[Example]):
     def _form_of(row: dict[str, Any]) -> str:
         return detect_format(row)
 
-    def _templates_texts(self) -> bool:
-        return self._has_template and self.format not in ("text", "tokenized")
-
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on
         return [self._encoder] if trains and self.format not in ("text", "tokenized") else []
@@ -456,31 +418,24 @@ class SFTDataset(EncodedRows[Example]):
         self._check_vocabulary(ids)
         too_long = len(ids) > limit
         if too_long:
-            what = f"the row has {len(ids)} tokens and data.max_length is {limit}"
             match self.config.truncation:
                 case "error":
                     raise DataError(self.too_long(len(ids)))
                 case "drop":
-                    return RejectedRow("dropped", f"{self.where(index)}: {what}")
+                    return RejectedRow("dropped", f"{self.where(index)}: {self.too_long(len(ids))}")
                 case "right":
                     ids, mask = ids[:limit], mask[:limit]
                 case "left":
                     ids, mask = ids[-limit:], mask[-limit:]
         if self._vision is not None and self._vision.count(ids[:-1]) != self._vision.count(encoded.ids):
             raise BadRow(
-                f"truncation {self.config.truncation} to {limit} of {len(encoded.ids)} tokens cuts an image; raise "
-                "data.max_length, set data.truncation to drop, or use smaller images"
-                if too_long
-                else "ends with an image, after which nothing trains; put it before an answer, or remove the row"
+                f"has an image at its end, or one that data.truncation cuts ({len(encoded.ids)} tokens to {limit}); "
+                "raise data.max_length, or put the image before an answer"
             )
-        if not any(mask[1:]):  # nothing precedes the first token, so it never trains
-            if too_long and any(encoded.mask[1:]):
-                raise BadRow(
-                    f"has nothing to train on: truncation {self.config.truncation} to {limit} of {len(encoded.ids)} "
-                    "tokens cut all that trains; raise data.max_length, or set data.truncation to drop"
-                )
+        if not any(mask[1:]):
             raise BadRow(
-                f"has nothing to train on: none of its {len(ids)} tokens trains (the first never does); remove the row"
+                f"has nothing to train on: of its {len(encoded.ids)} tokens {len(ids)} are kept and none trains (the "
+                "first never does); raise data.max_length, or remove the row"
             )
         return Example(ids, mask, too_long, row.inputs)
 
@@ -494,7 +449,6 @@ def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[st
     if name is None:
         return 0
     if name not in teachers:
-        known = f"give one of {', '.join(teachers)}" if teachers else f"give it in {key}"
-        rename = "rename the field with data.columns={teacher: teacher_unused}"
-        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}, or {rename}")
+        known = f"give one of {', '.join(teachers)}, or rename the field with data.columns={{teacher: teacher_unused}}"
+        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}")
     return 1 + teachers.index(name)

@@ -68,7 +68,5 @@ def turns_of(text: str, markers: Mapping[str, str], name: str, begins: str | Non
 
 def looks_like_dialogue(row: Mapping[str, Any]) -> str | None:
     """Returns the first field with a whole dialogue in one text: a chat template would make one turn of it."""
-    for name in ("prompt", "text", "chosen", "rejected", "instruction"):
-        if isinstance(row.get(name), str) and LOOKS_LIKE.search(row[name]):
-            return name
-    return None
+    fields = ("prompt", "chosen", "rejected", "instruction")
+    return next((name for name in fields if LOOKS_LIKE.search(str(row.get(name)))), None)

@@ -30,7 +30,6 @@ text or prompt that begins with it gets no second one. *Token ids* stay as they 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -42,12 +41,12 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from mrl.config.keys import join_names
 from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common_prefix_length
-from mrl.data.files import BadRow, one_line
+from mrl.data.files import BadRow
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
 from mrl.data.messages import empty_turn_error, extra_fields, is_blank
-from mrl.data.tokenizer import variables_of
 from mrl.data.tool_calls import fit_arguments
 from mrl.errors import DataError, ModelError
 
@@ -58,14 +57,14 @@ _RENDERING = threading.Lock()
 PROBE_CONTENTS = ("a", "7")
 """Contents that stand in for a message's own, and begin with different tokens."""
 
-PROBES = 64
-"""How many probes of turn ends are remembered: rows may have template arguments of their own."""
-
 TEMPLATE_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
 }
 """Names that transformers takes for itself: a row would cut its tokens with them, or a request bring a template of its
 own, which would be run."""
+
+PROBES = 64
+"""How many probes of turn ends are remembered: rows may have template arguments of their own."""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template, or data.chat_template: none took it away, and a conversation needs one; "
@@ -193,15 +192,6 @@ class Encoder:
             self._turn_ends[key] = probe.find()
         return self._turn_ends[key]
 
-    def changed_ends_note(self) -> str | None:
-        """Returns the change in the ends of conversations, for the resume of an older run."""
-        ends, name = self.turn_ends(), self.tokenizer.convert_ids_to_tokens
-        if ends.kind == "next turn" and self.loss_on == "all":
-            return f"a conversation ends with {name(ends.last)!r}, which trains"
-        if ends.ending and self.loss_on != "all" and not self._has_markers(Chat([])):
-            return f"a conversation's last turn trains up to {name(ends.last)!r}, and what follows does not"
-        return None
-
     def chat(self, chat: Chat) -> Encoded:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
@@ -224,10 +214,6 @@ class Encoder:
 
     def fit_tool_arguments(self, chat: Chat) -> Chat:
         """Returns a conversation with the arguments of its tool calls in the form that the template takes."""
-        return self.fit_tool_arguments_and_forms(chat)[0]
-
-    def fit_tool_arguments_and_forms(self, chat: Chat) -> tuple[Chat, list[str]]:
-        """Returns a conversation with fitting arguments of tool calls, and the changes in words."""
         other = sorted(TEMPLATE_ARGUMENTS & chat.template_kwargs.keys())
         if other:
             why = "is no variable of a chat template"
@@ -261,14 +247,10 @@ class Encoder:
             weight = weights[i]
             found[i] = 1 if weight is None or weight == 1 else weight
         if not any(found.values()):
-            where = "the completion" if chat.given else "the conversation"
-            if found:
-                raise BadRow(f"has nothing to train on: all of {where} that would has weight 0; remove the row")
-            turn = "assistant turn" if roles == ("assistant",) else f"turn of {' or '.join(roles)}"
-            seen = ", ".join(dict.fromkeys(str(message["role"]) for message in chat.messages[chat.given :]))
+            seen = join_names(dict.fromkeys(message["role"] for message in chat.messages[chat.given :]))
             raise BadRow(
-                f"has nothing to train on: {where} has no {turn} (its roles: {seen}); "
-                "add one, or set data.loss_on to all"
+                f"has nothing to train on: no turn of {' or '.join(roles)} with a weight above 0 (roles: {seen}); add "
+                "one, or name another role in data.loss_on"
             )
         return found
 
@@ -324,8 +306,8 @@ class Encoder:
                 )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
             raise BadRow(
-                f"the chat template cannot render the conversation ({type(e).__name__}: {one_line(e)}); "
-                f"{_advice(messages)}, or name another in data.chat_template"
+                f"the chat template cannot render the conversation ({type(e).__name__}: {e}); put turns and calls in "
+                "the order and form that it wants, or name another in data.chat_template"
             ) from e
 
     def _has_markers(self, chat: Chat) -> bool:
@@ -368,15 +350,13 @@ class Encoder:
         before, _ = self.render(chat, chat.messages[:turn], prompt=True)
         start = len(before)
         if whole[:start] != before:
-            if is_blank(chat.messages[turn]["content"]) and not extra_fields(chat.messages[turn]):
-                raise BadRow(f"messages[{turn}].content is only white space; write the answer, or remove the row")
-            raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
+            raise self._rewritten(turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
         after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
         same = min(common_prefix_length(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
         if not self._says_nothing(after[same:]):
-            raise self._rewritten(chat, turn, "to its end", after, whole)
+            raise self._rewritten(turn, "to its end", after, whole)
         end = self._end_in_place(chat, after[same:], whole, same) or self._end_of_turn(whole, start, same)
         if end is None:
             raise DataError(
@@ -420,7 +400,7 @@ class Encoder:
             start = min(start, common_prefix_length(after, self.render(chat, stand_in)[0]))
         end = min(common_prefix_length(after, whole), self._body(chat, whole))
         if end < start or not self._says_nothing(after[end:]):
-            raise self._rewritten(chat, number, "to its end", after, whole)
+            raise self._rewritten(number, "to its end", after, whole)
         end_of_turn = self._end_of_turn(whole, start, end)
         if end_of_turn is None:
             while end > start and self._is_blank(whole[end - 1]):
@@ -448,47 +428,12 @@ class Encoder:
         at = common_prefix_length(part, whole)
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 
-    def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
+    def _rewritten(self, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
         here, there = self.difference(part, whole)
-        works = self._what_works(chat, turn)
-        later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
-        marks = "put {% generation %} markers around the assistant's text in data.chat_template"
-        if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
-            return DataError(
-                f"messages[{turn}]",
-                why=f"the text rendered {extent} is tokenized otherwise alone ({here}) than in the "
-                f"whole conversation ({there}), which the model would be trained after",
-                fix=works or f"{marks}, or end its prompt so that no token reaches over it",
-            )
         return DataError(
             f"messages[{turn}]",
-            why=f"the conversation rendered {extent} has {here} where the whole one has "
-            f"{there}: the chat template rewrites turns",
-            fix=works or f"{marks}, or set data.loss_on to {'last or all' if later else 'all'}",
+            why=f"the chat template rewrites turns, or a token reaches over a prompt's end: rendered {extent} it has "
+            f"{here} where the whole has {there}",
+            fix="put {% generation %} markers in data.chat_template, or give one row for each answer and set "
+            "data.loss_on to last",
         )
-
-    def _what_works(self, chat: Chat, turn: int) -> str:
-        """Returns advice to train an assistant turn though the template rewrites turns; "" for none."""
-        variables = variables_of(self.tokenizer.get_chat_template(None, chat.tools))
-        has_switch = "enable_thinking" in variables and "enable_thinking" not in chat.template_kwargs
-        switched = dataclasses.replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": False})
-        off = 'chat_template_kwargs: {"enable_thinking": false}'
-        a_row = "give one row for each answer, which ends with it, and set data.loss_on to last"
-        tries = [(switched, f"give the row {off}")] if has_switch else []
-        if any(message["role"] == "assistant" for message in chat.messages[turn + 1 :]):
-            cut = chat.messages[: turn + 1]
-            tries.append((dataclasses.replace(chat, messages=cut), a_row))
-            if has_switch:
-                tries.append((dataclasses.replace(switched, messages=cut), f"{a_row}, with {off}"))
-        for tried, words in tries:
-            with contextlib.suppress(DataError):
-                self._verified_span(tried, turn, self.render(tried, tried.messages)[0])
-                return f"put {{% generation %}} markers in data.chat_template, or {words}"
-        return ""
-
-
-def _advice(messages: list[dict[str, Any]]) -> str:
-    """Returns advice for messages that a template does not render."""
-    if any("tool_calls" in message for message in messages):
-        return "give the turns and tool calls the form it wants (their arguments as a JSON object)"
-    return "put the turns in the order it wants"

@@ -38,7 +38,6 @@ from mrl.config.keys import join_names
 from mrl.data.files import BadRow, kind_of
 from mrl.data.images import Image, check_parts, image_of
 from mrl.data.json_text import decode_json_fields, decode_tool_calls, template_kwargs_of, tools_of
-from mrl.data.messages import check_role
 from mrl.errors import DataError
 
 Row = dict[str, Any]
@@ -60,7 +59,6 @@ ATTENDED = "attention_mask"  # tokenizers write it, with 0 at padding
 WEIGHTS = "weights"
 MAX_WEIGHT = 1e6
 SYSTEM_ROLES = ("system", "developer")
-RENAME_SYSTEM = "rename the field with data.columns={system: system_unused}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,33 +169,19 @@ def detect_format(row: Row) -> str:
     if fits is not None:
         return fits
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED_FIELDS.items())
-    hint = "rename fields with data.columns, as {question: prompt, answer: completion}"
-    for fields in REQUIRED_FIELDS.values():
-        lacking = [field for field in fields if field not in row]
-        if len(lacking) < len(fields):
-            hint = f"{join_names(lacking)} is missing or null; {hint}"
-    if "conversations" in row:
-        hint = "rename it with data.columns: {conversations: messages}, with role and content in each message"
-    if {"chosen", "rejected"} <= row.keys():
-        hint = "mrl dpo and mrl rm train on pairs of answers, which mrl data show reads with --as dpo or --as rm"
+    hint = "rename fields with data.columns, as {question: prompt, answer: completion} or {conversations: messages}"
     raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
 
 
 def detect_prompt_form(row: Row) -> str:
     """Returns the one form of prompt whose fields the row has. None or several is a DataError."""
     fits = formats_with_fields(row, PROMPT_FIELDS)
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        first, second = PROMPT_FIELDS[fits[0]][0], PROMPT_FIELDS[fits[1]][0]
+    if len(fits) != 1:
         raise DataError(
-            f"has the fields {first} and {second}, which may both be the prompt; rename the other one with "
-            f"data.columns, as {{{second}: {second}_unused}}"
+            f"the fields {_fields(row)} hold no prompt, or several (prompt: text or messages; messages; instruction); "
+            "rename with data.columns, as {question: prompt}, or {messages: messages_unused}"
         )
-    raise DataError(
-        f"the fields {_fields(row)} hold no prompt (prompt: text or messages; messages; or instruction); "
-        "rename the one that does with data.columns, as {question: prompt}"
-    )
+    return fits[0]
 
 
 def parse_prompt(row: Row, form: str) -> Chat | Question:
@@ -217,10 +201,7 @@ def parse_prompt(row: Row, form: str) -> Chat | Question:
     if form == "messages" and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or messages[-1]["role"] == "assistant":
-        raise BadRow(
-            f"{field} has {'nothing before the' if not messages else 'no user turn after an'} assistant turn; "
-            "let what the model is to answer come last"
-        )
+        raise BadRow(f"{field} ends with an assistant turn; let what the model is to answer come last")
     return _chat(row, messages, given=len(messages))
 
 
@@ -257,14 +238,14 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
 
 def row_weight(row: Row) -> float:
     """Returns what the tokens of a row count in the loss. Raises BadRow."""
-    return 1 if row.get("weight") is None else _weight(row["weight"], "weight", "data.columns={weight: weight_unused}")
+    return 1 if row.get("weight") is None else _weight(row["weight"], "weight")
 
 
-def _weight(value: Any, name: str, other: str | None = None) -> float:
+def _weight(value: Any, name: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MAX_WEIGHT:  # nor NaN
-        rename = f", or rename the field with {other} where it is no weight" if other is not None else ""
-        raise BadRow(f"{name} is {kind_of(value)}; give a number from 0 to {MAX_WEIGHT:g}{rename}")
+        rename = "or rename the field with data.columns={weight: weight_unused}"
+        raise BadRow(f"{name} is {kind_of(value)}; give a number from 0 to {MAX_WEIGHT:g}, {rename}")
     return 1 if value == 1 else float(value)
 
 
@@ -275,13 +256,14 @@ def _fields(row: Row) -> str:
 # ---------------------------------------------------------------------------------------------------- conversations
 
 
-def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
-    chat = Chat(messages, given, tools_of(row), template_kwargs_of(row))
+def _chat(row: Row, messages: list[dict[str, Any]], *, given: int, **more: Any) -> Chat:
+    """Returns a conversation with the row's own fields. more: images and weights."""
+    chat = Chat(messages, given, tools_of(row), template_kwargs_of(row), **more)
     system = _system(row)
     if system is None:
         return chat
     if any(message["role"] in SYSTEM_ROLES for message in messages):
-        raise BadRow(f"has a field system and a system message; leave one of them out, or {RENAME_SYSTEM}")
+        raise BadRow("has a field system and a system message; rename it with data.columns={system: system_unused}")
     return with_system(chat, system)
 
 
@@ -295,21 +277,16 @@ def with_system(chat: Chat, text: str) -> Chat:
 def _system(row: Row) -> str | None:
     """Returns the text of a row's system message; None where it has none, or an empty one. Raises BadRow."""
     value = row.get("system")
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str):
-        raise BadRow(f"system is {kind_of(value)}; give the text of a system message, or {RENAME_SYSTEM}")
-    return _string(value, "system")
+    return None if value is None or value == "" else _string(value, "system")
 
 
 def check_plain(content: Pair | Question) -> None:
     """Raises BadRow where the messages before a prompt need a chat template, and there is none."""
     before = content.before if isinstance(content, Pair) else content.chat.messages[:-1]
     if before:
-        field = "system" if before[0]["role"] == "system" else "history"
         raise BadRow(
-            f"has a field {field}, and the tokenizer has no chat template to write it; name a Jinja file in "
-            f"data.chat_template, or rename the field with data.columns={{{field}: {field}_unused}}"
+            "has a field system or history, and the tokenizer has no chat template to write it; name a Jinja file in "
+            "data.chat_template, or rename the field with data.columns={system: system_unused}"
         )
 
 
@@ -327,21 +304,17 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
             f'has {len(beside)} images in its field {field} and {waiting} parts {{"type": "image"}} for them; '
             "give one part for each, at its place in the content"
         )
-    names = [f"prompt[{i}]" if i < given else f"completion[{i - given}]" for i in range(len(messages))]
     weights = tuple(
-        None if m.get("weight") is None else _weight(m["weight"], f"{name if given else f'messages[{i}]'}.weight")
-        for i, (m, name) in enumerate(zip(messages, names, strict=True))
+        None if m.get("weight") is None else _weight(m["weight"], f"messages[{i}].weight")
+        for i, m in enumerate(messages)
     )
     messages = [{name: value for name, value in m.items() if name != "weight"} for m in messages]
     rest = iter([image_of(value, f"{field}[{i}]") for i, value in enumerate(beside)])
     images = tuple(part["image"] if "image" in part else next(rest) for part in parts)
     bare = lambda content: [{k: v for k, v in part.items() if k != "image"} for part in content]  # noqa: E731
     bared = [{**m, "content": bare(m["content"])} if isinstance(m["content"], list) else m for m in messages]
-    chat = _chat(row, bared, given=given)
-    if not any(weight is not None for weight in weights):
-        return dataclasses.replace(chat, images=images)
-    of_system = (None,) * (len(chat.messages) - len(weights))
-    return dataclasses.replace(chat, images=images, weights=of_system + weights)
+    has_weights = any(weight is not None for weight in weights)
+    return _chat(row, bared, given=given, images=images, weights=weights if has_weights else ())
 
 
 def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
@@ -357,18 +330,13 @@ def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[
 def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f"{name} is {kind_of(message)}; give an object with role and content")
-    if "role" not in message and "from" in message:
-        raise BadRow(f"{name} has from and value (ShareGPT); write them as role (system, user, assistant) and content")
-    check_role(message.get("role"), name)
+    if not isinstance(message.get("role"), str):
+        raise BadRow(f"{name} has no role; give role and content, of ShareGPT's from and value, too")
     message = decode_tool_calls(message, name)
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
-    if isinstance(content, list) and not parts:
-        raise BadRow(
-            f"{name}.content is a list of parts; prompts are of text, images train with mrl sft: give one string"
-        )
-    if isinstance(content, list):
+    if isinstance(content, list) and parts:
         content = check_parts(content, f"{name}.content")
         for i, part in enumerate(content):
             _string(part.get("text", ""), f"{name}.content[{i}].text")
@@ -376,8 +344,6 @@ def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
             return {**message, "content": content}
         content = content[0]["text"]
         message = {**message, "content": content}
-    if content is None and "function_call" in message:
-        raise BadRow(f"{name} has function_call (OpenAI's older form); write tool_calls, and its answer as role tool")
     says_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
     _string(content, f"{name}.content", empty=message["role"] != "assistant" or says_more)
     return message
@@ -389,11 +355,6 @@ def _prompt_completion(row: Row) -> Chat | Pair:
         given = check_messages(prompt, "prompt", parts=True)
         answer = check_messages(completion, "completion", parts=True)
         return _chat_with_images(row, given + answer, given=len(given))
-    if isinstance(prompt, list) or isinstance(completion, list):
-        raise BadRow(
-            f"prompt is {kind_of(prompt)} and completion {kind_of(completion)}; give two strings or two message lists "
-            "(JSON text of messages is read as a list)"
-        )
     prompt = _string(prompt, "prompt")
     return Pair(prompt, _string(completion, "completion", empty=False), prompt, _before(row))
 
@@ -410,12 +371,10 @@ def _history(row: Row) -> list[dict[str, Any]]:
     pairs = row.get("history")
     if pairs is None:
         return turns
-    fix = "give lists of [question, answer], or rename the field with data.columns={history: history_unused}"
-    if not isinstance(pairs, list):
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        fix = "give lists of [question, answer], or rename the field with data.columns={history: history_unused}"
         raise BadRow(f"history is {kind_of(pairs)}; {fix}")
     for i, pair in enumerate(pairs):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow(f"history[{i}] is {kind_of(pair)}; {fix}")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             turns.append({"role": role, "content": _string(text, f"history[{i}]", empty=False)})
     return turns

@@ -6,19 +6,18 @@ a list of messages with roles. Any other is somebody's text and stays. So does t
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from mrl.data.files import BadRow, json_problem, kind_of, parse_json
+from mrl.data.files import BadRow, kind_of
+from mrl.weights.json_file import parse_json
 
-AS_MESSAGES = "JSON text is read as a list of messages"
 CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def decode_json_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with lists of messages where its fields have them as JSON text."""
     values = {name: value for name, value in row.items() if name in CONVERSATIONS}  # looked at, which is no reading
-    fields = {name: _conversation(value, name) for name, value in values.items()}
+    fields = {name: _conversation(value) for name, value in values.items()}
     if isinstance(fields.get("prompt"), str) and isinstance(values.get("completion"), str):
         fields["completion"] = values["completion"]
     changed = {name: value for name, value in fields.items() if value is not values[name]}
@@ -49,17 +48,17 @@ def parse_json_text(value: Any, name: str, wanted: str) -> Any:
         return value
     try:
         return parse_json(value) if value.strip() else None
-    except json.JSONDecodeError as e:
-        raise BadRow(f"{name} is a string that is not JSON ({json_problem(e)}); give {wanted}") from None
+    except ValueError as e:
+        raise BadRow(f"{name} is a string that is not JSON ({e}); give {wanted}") from None
 
 
 def json_object(text: Any) -> dict[str, Any] | None:
-    """Returns the object that a text is the JSON of; None of anything else. Raises BadRow where it is too deep."""
+    """Returns the object that a text is the JSON of; None of anything else."""
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         return None
     try:
         value = parse_json(text)
-    except json.JSONDecodeError:
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
@@ -74,53 +73,37 @@ def decode_tool_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
     calls = parse_json_text(message.pop("tool_calls"), f"{name}.tool_calls", wanted)
     if not calls:
         return message
-    calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
-        raise BadRow(f"{name}.tool_calls is {calls!r:.40}; give {wanted}")
-    decoded = []
-    for i, call in enumerate(calls):
-        call = parse_json_text(call, f"{name}.tool_calls[{i}]", "a call with name and arguments")
-        if not isinstance(call, dict):
-            raise BadRow(f"{name}.tool_calls[{i}] is {call!r:.40}; give a call with name and arguments")
-        function = json_object(call.get("function"))
-        decoded.append(call if function is None else {**call, "function": function})
+        raise BadRow(f"{name}.tool_calls is {kind_of(calls)}; give {wanted}")
+    decoded = [_object(call, f"{name}.tool_calls[{i}]", ("function",)) for i, call in enumerate(calls)]
     return {**message, "tool_calls": decoded}
 
 
-def _schema(tool: Any, name: str) -> Any:
-    """Returns a tool as an object, and its parameters as one."""
-    tool = parse_json_text(tool, name, "a function schema")
-    if not isinstance(tool, dict):
-        raise BadRow(f"{name} is {tool!r:.40}; give a function schema")
-    function = json_object(tool.get("function")) or tool.get("function")
-    if isinstance(function, dict):
-        return {**tool, "function": _with_parameters(function)}
-    return _with_parameters(tool)
+def _object(value: Any, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Returns a call or a schema as an object, and those of its `fields` that are JSON text. Raises BadRow."""
+    found = parse_json_text(value, name, "an object")
+    if not isinstance(found, dict):
+        raise BadRow(f"{name} is {kind_of(found)}; give an object")
+    decoded = {field: inner for field in fields if (inner := json_object(found.get(field))) is not None}
+    return found | decoded
 
 
-def _with_parameters(function: dict[str, Any]) -> dict[str, Any]:
-    parameters = json_object(function.get("parameters"))
-    return function if parameters is None else {**function, "parameters": parameters}
+def _schema(value: Any, name: str) -> dict[str, Any]:
+    """Returns a function schema as an object, and its parameters as one. Raises BadRow."""
+    found = _object(value, name, ("function", "parameters"))
+    if "function" not in found:
+        return found
+    return found | {"function": _object(found["function"], f"{name}.function", ("parameters",))}
 
 
-def _conversation(value: Any, name: str) -> Any:
-    """Returns the messages in a JSON text, or in a list of JSON texts; any other value as it is.
-
-    name: of the field. Messages with `from` (ShareGPT) are refused by the reader of `messages`, never text.
-    """
-    messages = value
-    if isinstance(value, str):
-        if not value.lstrip().startswith("["):
-            return value
-        try:
-            messages = parse_json(value)
-        except (json.JSONDecodeError, BadRow):
-            return value
-    if not isinstance(messages, list) or not messages:
+def _conversation(value: Any) -> Any:
+    """Returns the messages in a JSON text; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    if messages is value and not any(isinstance(message, str) for message in messages):
+    try:
+        messages = parse_json(value)
+    except ValueError:
         return value
-    found = [json_object(message) or message for message in messages]
-    fields = {"role", "from"} if name == "messages" else {"role"}
-    are_messages = all(isinstance(message, dict) and fields & message.keys() for message in found)
-    return found if are_messages else value
+    if messages and all(isinstance(message, dict) and "role" in message for message in messages):
+        return messages
+    return value

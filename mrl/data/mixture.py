@@ -33,7 +33,7 @@ from mrl.data.dataset import LoadedRow, RejectedRow, RowDataset
 from mrl.data.encode import Encoder
 from mrl.data.splits import NamedFiles, check_apart, check_splits
 from mrl.data.streamed import START, Cursor, Mark, Order
-from mrl.errors import DataError, UserError
+from mrl.errors import DataError, UserError, show
 
 T = TypeVar("T", bound=LoadedRow)
 D = TypeVar("D", bound=Any)
@@ -83,16 +83,11 @@ def notes_of_rows(train: RowDataset[Any] | None, evaluation: Mapping[str, RowDat
 def _made(
     make: Callable[[Any], RowDataset[T]], data: Any, source: Source, part: Literal["train", "eval"], at: str
 ) -> RowDataset[T]:
-    """Returns the rows of a source. at: its key, named in errors about a value of its own."""
+    """Returns the rows of a source. at: its key, named in errors."""
     try:
         return make(section_of_source(data, source, part))
     except DataError as error:
-        key = error.key or ""
-        name = key.removeprefix("data.")
-        if name not in ROW_KEYS or getattr(source, name, None) is None:
-            raise
-        why, fix = (text.replace(key, f"{at}.{name}") for text in (error.why, error.fix))
-        raise type(error)(f"{at}.{name}", error.value, why, fix) from None
+        raise type(error)(at, why=str(error)) from error
 
 
 class MixedDataset(RowDataset[T]):
@@ -153,12 +148,6 @@ class MixedDataset(RowDataset[T]):
         keyed = enumerate(one for source in self.sources for one in source.named_files)
         return [dataclasses.replace(one, key=f"data.train[{i}]") for i, one in keyed]
 
-    def template_notes(self) -> list[str]:
-        return [line for source in self.sources for line in source.template_notes()]
-
-    def fingerprint(self) -> list[dict[str, Any]]:
-        return [file for source in self.sources for file in source.fingerprint()]
-
     def load(self, index: int) -> T | RejectedRow:
         number, row = self.find(index)
         return self.sources[number].load(row)
@@ -169,9 +158,6 @@ class MixedDataset(RowDataset[T]):
     def read_first(self) -> None:
         for source in self.sources:
             source.read_first()
-
-    def newly_read(self) -> list[str]:
-        return [line for source in self.sources for line in source.newly_read()]
 
     def first_rows(self) -> list[tuple[dict[str, Any], str]]:
         return [source.first_row() for source in self.sources]
@@ -237,9 +223,6 @@ class Mixer:
             last = None
             if share.epochs is not None and not source.is_streamed:
                 last = math.floor(Fraction(str(share.epochs)) * len(source))
-            if last == 0:
-                why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
-                raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
             self.last.append(last)
             of_epoch = functools.partial(order, share.title)
             of_part = functools.partial(order_of_part, share.title)
@@ -316,9 +299,5 @@ def mixture_changes(
         old = before.get(entry["name"], entry)
         for what in ("weight", "epochs"):
             if old[what] != entry[what]:
-                words.append(f"{what} of {entry['name']} was {_shown(old[what])} and is {_shown(entry[what])}")
+                words.append(f"{what} of {entry['name']} was {show(old[what])} and is {show(entry[what])}")
     return words
-
-
-def _shown(value: float | None) -> str:
-    return "null" if value is None else f"{value:g}"

@@ -36,7 +36,7 @@ from mrl.config.keys import join_names
 from mrl.data.dataset import EncodedRows, RejectedRow
 from mrl.data.encode import Encoder, check_system
 from mrl.data.ends import common_prefix_length
-from mrl.data.files import BadRow
+from mrl.data.files import BadRow, kind_of
 from mrl.data.formats import Chat, Pair, Row, check_messages, fitting_format, parse_row, row_weight
 from mrl.data.json_text import decode_json_fields
 from mrl.data.vision import Vision
@@ -92,7 +92,7 @@ def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Ch
     if format == "unpaired":
         label = row["label"]
         if not isinstance(label, bool) and label not in (0, 1):
-            raise BadRow(f"label is {label!r:.40}; give true for a good completion and false for a bad one")
+            raise BadRow(f"label is {kind_of(label)}; give true for a good completion and false for a bad one")
         return [(answer_of(row, row["prompt"], "completion"), bool(label))]
     prompt = row.get("prompt")
     if prompt_end is not None or prompt is None or _is_said_again(prompt, row):
@@ -105,10 +105,8 @@ def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Ch
 def check_fields(row: Row, fields: Sequence[str], format: str, like: str) -> None:
     """Raises BadRow where one of the fields is missing or null. like: how fields are renamed, in words."""
     for field in fields:
-        if field not in row:
+        if row.get(field) is None:
             raise BadRow(f"{field} is missing or null, and {format} needs it; the row has {join_names(row)}: {like}")
-        if row[field] is None:
-            raise BadRow(f"{field} is null, and the format {format} needs it; give it, or remove the row")
 
 
 def _is_said_again(prompt: Any, row: Row) -> bool:
@@ -154,22 +152,15 @@ def _shared_messages(row: Row) -> list[dict[str, Any]]:
     """Returns the messages that both conversations of a row begin with."""
     for name in ("chosen", "rejected"):
         if not isinstance(row[name], list):
-            fix = "give the prompt in a field of its own, or rename the field that has it with data.columns, as "
-            fix += "{question: prompt}"
-            if are_texts(row):
-                fix += (
-                    ", or set data.turns to the markers of turns in whole texts (docs/conversations.md), or "
-                    "data.prompt_end to what the prompt in raw ones ends with"
-                )
-            raise BadRow(f"{name} is no list of messages, and there is no prompt; {fix}")
+            raise BadRow(
+                f"{name} is no list of messages, and there is no prompt; rename the field that has it with "
+                "data.columns, as {question: prompt}, or set data.turns (docs/conversations.md) or data.prompt_end"
+            )
         check_messages(row[name], name, parts=True)
     chosen, rejected = row["chosen"], row["rejected"]
     shared = common_prefix_length(chosen, rejected)
     if shared == 0:
         raise BadRow("chosen and rejected begin with different messages; they need the same prompt, or a field prompt")
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if shared == len(messages):
-            raise BadRow(f"{name} has no message that the other conversation has not; give each an answer of its own")
     return chosen[:shared]
 
 
@@ -183,33 +174,14 @@ def answer_of(row: Row, prompt: Any, name: str) -> Chat | Pair:
                 f"{name} begins with the messages of prompt again; leave them out of it, or rename prompt with "
                 "data.columns, as {prompt: prompt_unused}, where it holds the whole conversation"
             )
-    elif isinstance(prompt, list) or isinstance(answer, list):
-        kinds = ["a list" if isinstance(value, list) else "no list" for value in (prompt, answer)]
+    elif not (isinstance(prompt, str) and isinstance(answer, str) and answer):
         raise BadRow(
-            f"prompt is {kinds[0]} and {name} {kinds[1]} of messages; give two strings or two lists, or rename prompt "
-            f"with data.columns, as {{prompt: prompt_unused}}, where {name} is the whole conversation"
+            f"prompt is {kind_of(prompt)} and {name} is {kind_of(answer)}; give two strings or two lists of messages, "
+            f"or rename prompt with data.columns, as {{prompt: prompt_unused}}, where {name} is the whole conversation"
         )
-    else:
-        for field, value in (("prompt", prompt), (name, answer)):
-            if not isinstance(value, str):
-                raise BadRow(f"{field} is {value!r:.40}; give a string or a list of messages")
-        if not answer:
-            raise BadRow(f"{name} is empty; give the text of the answer, or remove the row")
     content = parse_row(row | {"prompt": prompt, "completion": answer}, "prompt_completion")
     assert isinstance(content, Chat | Pair)
     return content
-
-
-def _untrained(content: Chat | Pair) -> list[dict[str, Any]]:
-    """Returns the messages before the first that trains; [] of texts."""
-    if isinstance(content, Pair):
-        return []
-    turns = enumerate(content.messages)
-    trains = (
-        i for i, message in turns
-        if i >= content.given and message["role"] == "assistant" and (not content.weights or content.weights[i] != 0)
-    )  # fmt: skip
-    return content.messages[: next(trains, None)]
 
 
 def too_long(config: AnswerRowsConfig, where: str, sequences: Sequence[Any]) -> RejectedRow | None:
@@ -255,7 +227,7 @@ class PreferenceDataset(EncodedRows[Preference]):
         contents = parse(row, self.format, self.config.prompt_end)
         answers = tuple(self._encode(index, content, chosen) for content, chosen in contents)
         if len(answers) == 2:
-            self._check_pair(*answers, same_turns=_untrained(contents[0][0]) == _untrained(contents[1][0]))
+            self._check_pair(*answers)
         if (rejected := too_long(self.config, self.where(index), answers)) is not None:
             return rejected
         return Preference(answers, row_weight(row))
@@ -285,23 +257,15 @@ class PreferenceDataset(EncodedRows[Preference]):
             raise BadRow("has an image in an answer, after its first token that trains; images stand in the prompt")
         return Answer(encoded.ids, mask, chosen, row.inputs)
 
-    def _check_pair(self, chosen: Answer, rejected: Answer, *, same_turns: bool) -> None:
-        """Raises BadRow if the answers are the same, or do not follow the same tokens. same_turns: both have the same
-        turns before the first turn that trains."""
+    def _check_pair(self, chosen: Answer, rejected: Answer) -> None:
+        """Raises BadRow if the answers are the same, or do not follow the same tokens."""
         if chosen.ids == rejected.ids:
             raise BadRow("chosen and rejected are the same tokens to the tokenizer, and teach nothing; remove the row")
-        ours, theirs = chosen.prompt, rejected.prompt
-        if ours != theirs:
-            here, there = self._encoder.difference(ours, theirs)
-            if not same_turns:
-                raise BadRow(
-                    f"chosen and rejected do not begin with the same turns that do not train ({here} and {there}): "
-                    "turns of weight 0, or of another role than assistant, are part of the prompt until one trains; "
-                    "give both the same prompt"
-                )
+        if chosen.prompt != rejected.prompt:
+            here, there = self._encoder.difference(chosen.prompt, rejected.prompt)
             raise BadRow(
-                f"the prompt is not the same tokens before chosen and before rejected ({here} and {there}): the chat "
-                "template or the tokenizer writes it by what follows; name another template in data.chat_template"
+                f"what does not train before chosen and before rejected differs ({here} and {there}); give both the "
+                "same turns up to the first that trains, or a chat template that writes them alike"
             )
 
 

@@ -93,8 +93,7 @@ class PromptDataset(RowDataset[Prompt]):
                 case "error":
                     raise DataError(self.too_long(len(ids)))
                 case "drop":
-                    what = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {limit}"
-                    return RejectedRow("dropped", f"{self.where(index)}: {what}")
+                    return RejectedRow("dropped", f"{self.where(index)}: {self.too_long(len(ids))}")
                 case "left":
                     ids = ids[-limit:]
         content = asked.messages if isinstance(asked, Chat) else asked.text

@@ -27,11 +27,10 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 
-from mrl.config.urls import HIDDEN, is_signed, shown_url
-from mrl.data.files import SUFFIXES, hash_of_ends, one_line
+from mrl.config.urls import HIDDEN, shown_url
+from mrl.data.files import SUFFIXES, hash_of_ends
 from mrl.errors import DataError
 
-STREAMED_SUFFIXES = (*SUFFIXES, ".arrow")
 WAITS_S = (1, 2, 4, 8, 16, 30)
 """Seconds before each further try to read, after which a source is given up."""
 WAITS_TO_FIND_S = (1, 2)  # the same, before anything was read: an address may be wrong
@@ -55,8 +54,8 @@ class RemoteFile:
     url: str
     size: int | None  # bytes; None where the server does not say
     tag: str  # what the server knows its content by, or a hash of its ends
-    open_at: Callable[[int], BinaryIO] = dataclasses.field(compare=False)
-    seeks: bool = True  # whether the file can be read from any place
+    open_at: Callable[[int], tuple[BinaryIO, int]] = dataclasses.field(compare=False)
+    """Returns the open file, and the place in it: that which was asked for, or 0 of a server without ranges."""
 
     @property
     def name(self) -> str:
@@ -87,8 +86,7 @@ class _ReopeningFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.of.size or 0}[whence]
-        self._at = start + offset
+        self._at = offset + (0, self._at, self.of.size or 0)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -110,7 +108,7 @@ class _ReopeningFile(io.RawIOBase):
         if self._file is not None and not 0 <= self._at - self._file_at <= SKIPPED_AT_MOST:
             self._close()
         if self._file is None:
-            self._file, self._file_at = self.of.open_at(self._at), self._at
+            self._file, self._file_at = self.of.open_at(self._at)
         while self._file_at < self._at:
             self._file_at += len(self._more(self._file, self._at - self._file_at))
         data = self._more(self._file, most)
@@ -120,8 +118,8 @@ class _ReopeningFile(io.RawIOBase):
     def _more(self, file: BinaryIO, most: int) -> bytes:
         """Returns the next bytes. Raises ConnectionError if a file ends too early."""
         data = file.read(most)
-        if not data and self.of.size is not None:
-            raise ConnectionError(f"the connection ended at byte {self._file_at:,} of {self.of.size:,}")
+        if not data and (self.of.size is not None or self._file_at < self._at):
+            raise ConnectionError(f"the connection ended at byte {self._file_at:,} of {self.of.size}")
         return data
 
     def _close(self) -> None:
@@ -149,9 +147,7 @@ def is_transient(error: Exception) -> bool:
 
 def read_failure(key: str, url: str, error: Exception) -> SourceError:
     """Returns the line on a file that cannot be read. key: of the config."""
-    fix = "check the address and the network, and start the same command again"
-    if is_signed(url) and getattr(error, "code", None) in (400, 401, 403):
-        fix = f"if its signature is no longer valid, set {key} to a URL with a new one: the run goes on with it"
+    fix = "check the address (a signature may have ended) and the network, and start the same command again"
     return SourceError(key, why=f"{shown_url(url)} cannot be read ({error_text(error)})", fix=fix)
 
 
@@ -161,7 +157,7 @@ def error_text(error: Exception) -> str:
     Libraries quote the file's address, the part after its host, or the signed address of a redirect.
     """
     text = _QUERY.sub(rf"\1{HIDDEN}", str(error))
-    return f"{type(error).__name__}: {one_line(text)}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
@@ -185,11 +181,8 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
     """Returns the files of a URL or hub id in the order of their names. Raises DataError where there are none."""
     if path.startswith(("http://", "https://")):
         if not re.fullmatch(r"[^\s@/]+(/[^\s]*)?", path.partition("://")[2]):
-            why, fix = (
-                f"{shown_url(path).rpartition('@')[2]} is no address",
-                "give https://HOST/PATH without spaces and login",
-            )
-            raise DataError(key, why=why, fix=fix)
+            why = f"{shown_url(path).rpartition('@')[2]} is no address"
+            raise DataError(key, why=why, fix="give https://HOST/PATH without spaces and login")
         files = [_tried(key, path, lambda: http_file(path))]
     elif "://" in path:
         files = _tried(key, path, lambda: _fsspec_files(path, key))
@@ -199,8 +192,8 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
         why = f"{split!r}, but {shown_url(path)} names files, which have no splits"
         raise DataError(f"{key}, split", why=why, fix="leave split out and name the files of that split")
     for file in files:
-        if not file.name.endswith(STREAMED_SUFFIXES):
-            fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or leave stream out"
+        if not file.name.endswith(SUFFIXES):
+            fix = f"give files that end in {', '.join(SUFFIXES)}, or leave stream out"
             raise DataError(key, why=f"{file.name} is of no form that can be streamed", fix=fix)
     return files
 
@@ -208,10 +201,9 @@ def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
 def local_file(path: str) -> RemoteFile:
     """Returns a file on this machine."""
 
-    def open_at(offset: int) -> BinaryIO:
+    def open_at(offset: int) -> tuple[BinaryIO, int]:
         opened = open(path, "rb")  # noqa: SIM115  the stream closes it
-        opened.seek(offset)
-        return opened
+        return opened, opened.seek(offset)
 
     return RemoteFile(path, os.path.getsize(path), hash_of_ends(path, ENDS), open_at)
 
@@ -220,30 +212,19 @@ def http_file(url: str) -> RemoteFile:
     """Returns the file at a URL. It is asked for as it is read later: a signed URL may be of GET alone."""
     tags: list[str] = []  # of the file, as it was found
 
-    def open_at(offset: int) -> http.client.HTTPResponse:
+    def open_at(offset: int) -> tuple[http.client.HTTPResponse, int]:
         asked = {"Accept-Encoding": "identity", "User-Agent": "mrl"} | ({"Range": f"bytes={offset}-"} if offset else {})
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=asked), timeout=TIMEOUT_S)
         if tags and _tag(answer) != tags[0]:
             answer.close()
             raise ValueError("the file was replaced since this run found it")
-        coding = answer.headers.get("Content-Encoding", "identity")
-        if coding != "identity" and not shown_url(url).endswith((".gz", ".zst")):
-            answer.close()
-            raise ValueError(f"the server sends it with Content-Encoding {coding}, and was asked not to")
-        if offset and answer.status != 206:  # the server knows no ranges and begins anew
-            while offset:
-                skipped = len(answer.read(min(offset, 1 << 20)))
-                if not skipped:
-                    raise ConnectionError("the file ended before the place that was read up to")
-                offset -= skipped
-        return answer
+        return answer, offset if answer.status == 206 else 0
 
-    with open_at(0) as answer:
-        headers = answer.headers
+    answer, _ = open_at(0)
+    with answer:
         tags.append(_tag(answer))
-    length = headers.get("Content-Length")
-    seeks = headers.get("Accept-Ranges", "").lower() == "bytes"
-    return RemoteFile(url, None if length is None else int(length), tags[0], open_at, seeks and length is not None)
+        length = answer.headers.get("Content-Length")
+    return RemoteFile(url, None if length is None else int(length), tags[0], open_at)
 
 
 def _tag(answer: http.client.HTTPResponse) -> str:
@@ -256,29 +237,20 @@ def _fsspec_files(path: str, key: str) -> list[RemoteFile]:
     try:
         system, root = fsspec.url_to_fs(path)
     except (ValueError, ImportError) as error:
-        fix = "give a URL of https or hf, or install the package that it names"
-        raise DataError(
-            key, why=f"{shown_url(path)} is of no file system that fsspec has here ({error_text(error)})", fix=fix
-        ) from error
+        why = f"{shown_url(path)} is of no file system that fsspec has here ({error_text(error)})"
+        raise DataError(key, why=why, fix="give a URL of https or hf, or install the package that it names") from error
     root = _pinned(system, root)
     if any(c in root for c in "*?["):
-        entries = [info for info in system.glob(root, detail=True).values() if info["type"] == "file"]
-        if not entries:
-            raise DataError(
-                key,
-                why=f"{shown_url(path)}: no file matches",
-                fix="a glob looks like hf://datasets/NAME/data/*.parquet",
-            )
+        entries = list(system.glob(root, detail=True).values())
     elif system.isdir(root):
-        entries = [
-            i for i in system.ls(root, detail=True) if i["type"] == "file" and i["name"].endswith(STREAMED_SUFFIXES)
-        ]
-        if not entries:
-            fix = f"give files that end in {', '.join(STREAMED_SUFFIXES)}, or a glob"
-            raise DataError(key, why=f"{shown_url(path)}: the folder holds no file of rows", fix=fix)
+        entries = [info for info in system.ls(root, detail=True) if info["name"].endswith(SUFFIXES)]
     else:
         entries = [system.info(root)]
-    return [_fsspec_file(system, info) for info in sorted(entries, key=lambda info: info["name"])]
+    files = sorted((info for info in entries if info["type"] == "file"), key=lambda info: info["name"])
+    if not files:
+        fix = f"give files that end in {', '.join(SUFFIXES)}, as hf://datasets/NAME/data/*.parquet"
+        raise DataError(key, why=f"{shown_url(path)}: no file matches", fix=fix)
+    return [_fsspec_file(system, info) for info in files]
 
 
 def _pinned(system: Any, root: str) -> str:
@@ -297,11 +269,11 @@ def _pinned(system: Any, root: str) -> str:
 
 
 def _fsspec_file(system: Any, info: dict[str, Any]) -> RemoteFile:
-    def open_at(offset: int) -> BinaryIO:
+    def open_at(offset: int) -> tuple[BinaryIO, int]:
         opened = system.open(info["name"], "rb")
         if offset:
             opened.seek(offset)
-        return opened
+        return opened, offset
 
     known = [info[name] for name in ("ETag", "etag", "blob_id", "sha256", "checksum", "mtime") if info.get(name)]
     return RemoteFile(system.unstrip_protocol(info["name"]), info.get("size"), str(known[0]) if known else "", open_at)

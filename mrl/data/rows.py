@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -25,11 +24,11 @@ import datasets
 import numpy as np
 
 from mrl.config.urls import shown_url
-from mrl.data.files import SUFFIXES, BadRow, JsonlFile, ParquetFile, arrow_row, one_line, open_file
-from mrl.data.remote import STREAMED_SUFFIXES, RemoteFile, find_files, local_file
+from mrl.data.files import SUFFIXES, JsonlFile, ParquetFile, arrow_row, open_file
+from mrl.data.remote import RemoteFile, find_files, local_file
 from mrl.data.splits import NamedFiles, check_splits, files_of_path
 from mrl.data.streamed import Exchange, StreamedRows
-from mrl.errors import DataError, why_no_file
+from mrl.errors import DataError
 
 Part = Literal["train", "eval"]
 
@@ -93,12 +92,13 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
         if _is_saved_dataset(local):
             why = f"{path} is a saved data set, which lies on the disk and is read in place"
             raise DataError("data.train", why=why, fix="leave stream out")
-        files = [] if "://" in path else _data_files(local, split, "train", STREAMED_SUFFIXES)
-        files_found = [local_file(file) for file in files] or find_files(path, split=split, key="data.train")
-        names = [file.name for file in files_found]
-        if files or "://" in path:
-            return files_found, files_of_path("data.train", path, names)
-        return files_found, NamedFiles("data.train", path, names, f"{path} {split or 'train'}", is_chosen=True)
+        is_url = "://" in path
+        here = [] if is_url else _data_files(local, split, "train")
+        files = [local_file(file) for file in here] or find_files(path, split=split, key="data.train")
+        names = [file.name for file in files]
+        if here or is_url:
+            return files, files_of_path("data.train", path, names)
+        return files, NamedFiles("data.train", path, names, f"{path} {split or 'train'}", is_chosen=True)
 
     return StreamedRows(find, buffer=buffer, key="data.train", what=shown_url(path), exchange=exchange)
 
@@ -107,7 +107,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     """Returns the rows at `path`; `part`: of data.train or data.eval. Raises DataError; empty is an error."""
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
-        rows = _load_saved(local, split, part)
+        rows = _choose_split(local, datasets.load_from_disk(local), split, part, {})
     elif files := _data_files(local, split, part):
         of_files = files_of_path(f"data.{part}", path, files)
         check_splits([of_files])
@@ -126,40 +126,30 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def _data_files(path: str, split: str | None, part: Part, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
+def _data_files(path: str, split: str | None, part: Part) -> list[str]:
     """Returns the files that `path` means, sorted; none if it looks like a hub id. Raises DataError, also for a split
     of files."""
-    key, known = f"data.{part}", f"use {', '.join(suffixes)}"
+    key, known = f"data.{part}", f"use {', '.join(SUFFIXES)}"
     if os.path.isdir(path):
-        names = sorted(n for n in os.listdir(path) if n.endswith(suffixes) and not n.startswith("."))
-        if not names:
-            below = (name for _, _, found in itertools.islice(os.walk(path), 100) for name in found)
-            suffix = next((s for name in below for s in suffixes if name.endswith(s)), ".jsonl")
-            why = f"{path}: the folder holds no data file ({', '.join(suffixes)}) and no saved data set"
-            fix = f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*{suffix}"
-            raise DataError(key, why=why, fix=fix)
+        names = sorted(n for n in os.listdir(path) if n.endswith(SUFFIXES) and not n.startswith("."))
         files = [os.path.join(path, n) for n in names]
-    elif os.path.exists(path):
-        if not path.endswith(suffixes):
-            raise DataError(key, why=f"{path}: the suffix is not known", fix=known)
-        files = [path]
+        fix = f"{known}; for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl"
+    elif os.path.isfile(path):
+        files, fix = [path], ""
     elif glob.has_magic(path):
         files = sorted(f for f in glob.glob(path, recursive=True) if not os.path.isdir(f))
-        if not files:
-            fix = "a glob looks like data/*.jsonl or data/**/*.parquet"
-            raise DataError(key, why=f"{path}: no file matches", fix=fix)
-        for file in files:
-            if not file.endswith(suffixes):
-                raise DataError(key, why=f"{path}: matches {file}, whose suffix is not known", fix=known)
+        fix = "a glob looks like data/*.jsonl or data/**/*.parquet"
     else:
         hub_id = r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?"
-        if path.endswith(suffixes) or path.startswith(("/", ".", "~")) or not re.fullmatch(hub_id, path):
-            why = why_no_file(path) or f"there is no such file or folder (from {os.getcwd()})"
-            raise DataError(key, why=f"{path}: {why}", fix=f"give {FORMS}")
+        if path.endswith(SUFFIXES) or path.startswith(("/", ".", "~")) or not re.fullmatch(hub_id, path):
+            why = f"{path}: there is no such file or folder (from {os.getcwd()})"
+            raise DataError(key, why=why, fix=f"give {FORMS}")
         return []
+    if not files:
+        raise DataError(key, why=f"{path}: there is no data file", fix=fix)
     for file in files:
-        if why_not := why_no_file(file):
-            raise DataError(key, why=f"{file}: {why_not}", fix="give a file that can be read again, or remove it")
+        if not file.endswith(SUFFIXES):
+            raise DataError(key, why=f"{file}: the suffix is not known", fix=known)
     if split is not None:
         why = f"{split!r}, but {key} ({path}) is files, which have no splits"
         raise DataError("data.split", why=why, fix="remove data.split and name the files of that split")
@@ -180,11 +170,8 @@ class DatasetRows:
         return self._dataset.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._row(index)
-
-    def _row(self, index: int, *, nulls: bool = False) -> dict[str, Any]:
         table = self._dataset[index]
-        return arrow_row(table.to_pylist()[0], table.schema, nulls=nulls)
+        return arrow_row(table.to_pylist()[0], table.schema)
 
     def where(self, index: int) -> str:
         return f"{self.name}:row {index}"
@@ -193,11 +180,7 @@ class DatasetRows:
         """Hashes the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
-            try:
-                row: Any = self._row(i, nulls=True)
-            except BadRow as e:
-                row = str(e)
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(self._dataset[i].to_pylist()[0], sort_keys=True, default=str).encode())
         return {
             "name": self.name,
             "rows": n,
@@ -217,16 +200,6 @@ def _is_saved_dataset(path: str) -> bool:
     )
 
 
-def _load_saved(path: str, split: str | None, part: Part) -> Rows:
-    try:
-        loaded = datasets.load_from_disk(path)
-    except Exception as e:  # the library raises whatever its parsers raise; all of it means a damaged folder
-        raise DataError(
-            f"data.{part}", why=f"{path}: the saved data set cannot be loaded ({one_line(e)})", fix="save it again"
-        ) from e
-    return _choose_split(path, loaded, split, part, {})
-
-
 def _load_hub(path: str, split: str | None, part: Part) -> Rows:
     name, _, configuration = path.partition(":")
     try:
@@ -234,12 +207,9 @@ def _load_hub(path: str, split: str | None, part: Part) -> Rows:
         builder.download_and_prepare()
         loaded = builder.as_dataset()
     except Exception as e:  # no network, no such id, a broken file: the library has no common error
-        raise DataError(
-            f"data.{part}",
-            why=f"{path}: is no file or folder here, and datasets cannot load it as a hub id ({type(e).__name__}: "
-            f"{one_line(e)})",
-            fix=f"give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main",
-        ) from e
+        why = f"{path}: is no file or folder here, and datasets cannot load it as a hub id ({type(e).__name__}: {e})"
+        fix = f"give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main"
+        raise DataError(f"data.{part}", why=why, fix=fix) from e
     return _choose_split(path, loaded, split, part, builder.config.data_files or {})
 
 
@@ -247,23 +217,16 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part, files: 
     """Returns one data set out of what `datasets` loaded. files: of each split, where they are known."""
     if isinstance(loaded, datasets.Dataset):
         if split is not None and split != str(loaded.split):
-            raise DataError(
-                "data.split", why=f"{split!r}, but {path} holds a data set without splits", fix="remove data.split"
-            )
+            why = f"{split!r}, but {path} holds a data set without splits"
+            raise DataError("data.split", why=why, fix="remove data.split")
         return _rows_of(path, loaded, part, ())
     wanted = DEFAULT_SPLITS[part] if split is None else (split,)
     for name in wanted:
         if name in loaded:
             return _rows_of(f"{path}[{name}]", loaded[name], part, files.get(name, ()))
-    what_works = (
-        "set data.split to one of them"
-        if part == "train"
-        else "save the split you mean with save_to_disk and give its folder"
-    )
-    raise DataError(
-        f"data.{part}",
-        why=f"{path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}: {what_works}",
-    )
+    why = f"{path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}"
+    fix = "set data.split to one of them" if part == "train" else "save the one you mean and give its folder"
+    raise DataError(f"data.{part}", why=why, fix=fix)
 
 
 def _rows_of(name: str, dataset: datasets.Dataset, part: Part, files: Sequence[str]) -> Rows:

@@ -161,10 +161,8 @@ class ScoredDataset(EncodedRows[ScoredRow]):
         check_system(self.config.system, tokenizer)
         self._make_encoder(tokenizer, "all", as_rendered=True)
         if self.format != FORMAT_OF[self._loss]:
-            right = next(name for name, format in FORMAT_OF.items() if format == self.format)
             why = f"{self.path}: has rows of the format {self.format}, and loss.name {self._loss} is of others"
-            fix = f"set loss.name to {right}, or give {', '.join(FIELDS[FORMAT_OF[self._loss]])}"
-            raise DataError(f"data.{self.part}", why=why, fix=fix)
+            raise DataError(f"data.{self.part}", why=why, fix=f"give {', '.join(FIELDS[FORMAT_OF[self._loss]])}")
 
     def _make(self, index: int, row: dict[str, Any]) -> ScoredRow | RejectedRow:
         row = decode_json_fields(row)

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.dataset import Example
@@ -134,7 +135,6 @@ def token_lines(tokenizer: PreTrainedTokenizerBase, of: ShownSequence, *, colour
 
 def summary(values: Sequence[int]) -> str:
     """Returns mean, median, 95th percentile and the largest of lengths, in words. A percentile is one of the values."""
-    ordered = sorted(values)
-    at = lambda share: ordered[max(0, -(-share * len(ordered) // 100) - 1)]  # noqa: E731
-    mean = sum(ordered) / len(ordered)
-    return f"mean {mean:,.1f}, median {at(50):,}, 95 % within {at(95):,}, longest {ordered[-1]:,}"
+    median, most = np.percentile(values, [50, 95], method="inverted_cdf")
+    mean = sum(values) / len(values)
+    return f"mean {mean:,.1f}, median {median:,}, 95 % within {most:,}, longest {max(values):,}"

@@ -13,17 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mrl.config.urls import shown_url
-from mrl.data.remote import STREAMED_SUFFIXES
+from mrl.data.files import SUFFIXES
 from mrl.errors import DataError
 
-_LETTER = r"[^\W\d_]"
 _HELD_OUT = re.compile(
-    rf"(?<!{_LETTER})(?:(?:test|eval|dev|val|valid)(?:s|set)?|testing|evaluation|validation|(?:held|hold)[-_ ]?out)"
-    rf"(?!{_LETTER})",
+    r"(?<![^\W\d_])((?:test|eval|dev|val|valid)(?:s|set)?|testing|evaluation|validation|held[-_ ]?out)(?![^\W\d_])",
     re.IGNORECASE,
 )
-
-_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")  # trainData, GSMTest, GSM8KTest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +37,7 @@ def files_of_path(key: str, path: str, files: Sequence[str]) -> NamedFiles:
     """Returns the files of a path or URL that is no saved data set and no hub id."""
     shown = shown_url(path)
     local = os.path.expanduser(path)
-    is_file = os.path.isfile(local) or ("://" in path and len(files) == 1 and shown.endswith(STREAMED_SUFFIXES))
+    is_file = os.path.isfile(local) or ("://" in path and len(files) == 1 and shown.endswith(SUFFIXES))
     if is_file and not (glob.has_magic(shown) and "://" in path):
         return NamedFiles(key, shown, files, shown, is_chosen=True)
     parts = shown.split("/")
@@ -64,13 +60,9 @@ def check_splits(every: Sequence[NamedFiles]) -> None:
                 raise _several(one, file, elsewhere)
 
 
-def _words(text: str) -> set[str]:
-    return {word.lower() for word in _HELD_OUT.findall(_CAMEL_CASE.sub("_", text))}
-
-
 def _kinds(text: str) -> frozenset[str]:
-    """Returns the words of a text, by their first letter: `val` and `validation` are one."""
-    return frozenset(word[0] for word in _words(text))
+    """Returns the words of a text that hold it out, by their first letter: `val` and `validation` are one."""
+    return frozenset(word[0].lower() for word in _HELD_OUT.findall(text))
 
 
 def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:
@@ -83,18 +75,8 @@ def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:
 
 
 def _several(one: NamedFiles, held_out: str, other: str) -> DataError:
-    first, second = sorted((held_out, other), key=lambda file: file == held_out)
-    names = [os.path.basename(file) for file in (first, second)]
-    if names[0] == names[1]:
-        names = [first, second]
-    folder = os.path.commonprefix([first, second]).rpartition("/")[0]
-    word = "train" if one.key.startswith("data.train") else sorted(_words(held_out))[0]
-    fix = "name the files that are meant"
-    inside = [file.removeprefix(f"{folder}/") for file in (*one.files, first, second) if other in one.files]
-    if with_word := next((file for file in inside if word in file), None):
-        glob_of_word = "/".join(f"*{word}*" if word in part else "*" for part in with_word.split("/"))
-        fix += f", or give a glob with the word of their split, as {folder}/{glob_of_word}"
-    return DataError(one.key, why=f"{one.path}: stands for several splits ({names[0]}, {names[1]})", fix=fix)
+    why = f"{one.path}: stands for several splits ({other}, {held_out})"
+    return DataError(one.key, why=why, fix="name the files that are meant, or give a glob with the word of their split")
 
 
 def check_apart(train: Sequence[NamedFiles], evaluation: Sequence[NamedFiles]) -> list[str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
@@ -21,18 +19,12 @@ from mrl.config.ppo import PromptsConfig
 from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import RejectedRow, RowDataset, T
-from mrl.data.json_text import AS_MESSAGES
 from mrl.data.mixture import MixedDataset, Mixer, OrderedRows, SourceProgress, mixture_changes
 from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
-from mrl.data.tool_calls import AS_OBJECTS, AS_TEXT
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
-READING_VERSION = 2
-"""How fields of rows are read, in checkpoints: 0 is before `system` and `history` became turns, 1 before JSON in text
-was parsed."""
-CHANGED_FORMS = (AS_MESSAGES, AS_OBJECTS, AS_TEXT)
 MAX_SKIPPED_IN_A_ROW = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
 
 
@@ -88,11 +80,6 @@ class Report:
 def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
-
-
-def max_skipped_in_a_row(dataset: RowDataset[Any]) -> int:
-    """Returns how many rows of a data set, one after the other, may be left out: all, where their number is known."""
-    return MAX_SKIPPED_IN_A_ROW if dataset.is_streamed else len(dataset)
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
@@ -198,7 +185,7 @@ class RowStream(Generic[T]):
                 fruitless[number] = 0
                 continue
             fruitless[number] += 1
-            if fruitless[number] > max_skipped_in_a_row(source):
+            if fruitless[number] > (MAX_SKIPPED_IN_A_ROW if source.is_streamed else len(source)):
                 raise report.no_rows_left(source)
         progress = Progress(
             at.epoch, at.position, start.skipped + report.skipped, start.dropped + report.dropped,
@@ -246,7 +233,7 @@ class RowStream(Generic[T]):
         del made["sources"]
         if self.mixer is not None or not self.dataset.is_streamed:
             del made["mark"]
-        same = {"seed": self.seed, "shuffle": self.shuffle, "reading": READING_VERSION}
+        same = {"seed": self.seed, "shuffle": self.shuffle}
         if self.mixer is None:
             return {"version": 1, **made, **same, "data": self._fingerprint}
         mix_by = self.mixer.dataset.config.mix_by
@@ -271,39 +258,22 @@ class RowStream(Generic[T]):
         Files may have moved. The number of rows that are taken at a time may differ: the position counts rows.
         """
         version = 1 if self.mixer is None else 2
-        fields = [f.name for f in dataclasses.fields(Progress) if f.name not in ("sources", "mark")]
-        needed = (*fields, "seed", "shuffle", "data" if version == 1 else "sources")
-        if state.get("version") in (1, 2) and state["version"] != version:
+        if state["version"] != version:
             was, now = ("one path", "a list of sources")[:: 1 if version == 2 else -1]
             why = f"is {now} and was {was} when the checkpoint was saved, and their orders have nothing in common"
             fix = f"give {was} again, or start a new run in another output_dir from its hf/"
             raise CheckpointError("data.train", why=why, fix=fix)
-        if state.get("version") != version or any(k not in state for k in needed):
-            raise CheckpointError(
-                f"the data position in the checkpoint has the fields {', '.join(sorted(state)) or 'none'}, "
-                "not those of this version; resume with the version of mrl that saved it"
-            )
         for name, value in (("seed", self.seed), ("data.shuffle", self.shuffle)):
             saved = state[name.removeprefix("data.")]
             if saved != value:
-                raise CheckpointError(
-                    name,
-                    why=f"is {value} and was {saved} when the checkpoint was saved, so the order of the rows would "
-                    "change",
-                    fix=f"set it to {saved}, or start a new run in another output_dir",
-                )
+                why = f"is {value} and was {saved} when the checkpoint was saved, so the rows would have another order"
+                raise CheckpointError(name, why=why, fix=f"set it to {saved}, or start a new run in another output_dir")
         self.rows, self._notes = [], []
-        reading = state.get("reading", 0)
-        if reading < 1:
-            self._notes += self.dataset.newly_read()
-        if reading < 2:
-            changed = [line for line in self.dataset.template_notes() if any(words in line for words in CHANGED_FORMS)]
-            self._notes += [f"{line}, but not before the checkpoint" for line in changed[:1]]
         sources = () if self.mixer is None else self._resumed_sources(self.mixer, state)
         if self.mixer is None:
-            _check_same(f"data.{self.dataset.part}", self.dataset.path, state["data"], self._fingerprint)
-        mark = tuple(state.get("mark", START))
-        self._progress = Progress(**{name: state[name] for name in fields}, sources=sources, mark=mark)
+            _check_same(f"data.{self.dataset.part}", state["data"], self._fingerprint)
+        position = {name: state[name] for name in ("epoch", "position", "skipped", "dropped", "truncated")}
+        self._progress = Progress(**position, sources=sources, mark=tuple(state.get("mark", START)))
 
     def _resumed_sources(self, mixer: Mixer, state: Mapping[str, Any]) -> tuple[SourceProgress, ...]:
         """Returns how far each source had been read when `state` was made; notes what is mixed otherwise now."""
@@ -319,17 +289,12 @@ class RowStream(Generic[T]):
                     continue
                 if name == "format" and "auto" in (was, value) and source.detected_form() in (was, value):
                     continue  # one of the two is auto, and finds the other in the rows, which are the same
-                raise CheckpointError(
-                    f"{key}, {name}",
-                    why=f"is {show(value)} and was {show(was)} when the checkpoint was saved, so its rows would become "
-                    "others",
-                    fix="set it back, or give the source another name to begin it anew",
-                )
-            _check_same(key, source.path, saved["data"], entry["data"], name=entry["name"])
-            known = {
-                field.name: saved[field.name] for field in dataclasses.fields(SourceProgress) if field.name in saved
-            }
-            reads.append(SourceProgress(**known | {"mark": tuple(known.get("mark", START))}))
+                why = f"is {show(value)} and was {show(was)} when the checkpoint was saved: rows would become others"
+                fix = "set it back, or give the source another name to begin it anew"
+                raise CheckpointError(f"{key}, {name}", why=why, fix=fix)
+            _check_same(key, saved["data"], entry["data"])
+            position = {name: saved[name] for name in ("epoch", "position", "rows", "tokens", "given")}
+            reads.append(SourceProgress(**position, mark=tuple(saved.get("mark", START))))
         words = mixture_changes(state["sources"], now)
         if state["mix_by"] != (mix_by := mixer.dataset.config.mix_by):
             words.append(f"data.mix_by was {state['mix_by']} and is {mix_by}")
@@ -339,31 +304,12 @@ class RowStream(Generic[T]):
         return tuple(reads)
 
 
-def _check_same(
-    key: str, path: str, saved: list[dict[str, Any]], now: list[dict[str, Any]], *, name: str | None = None
-) -> None:
-    """Raises CheckpointError if the data of `key` has changed. path: as the config has it. name: of a source; another
-    path would give it another name."""
+def _check_same(key: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Raises CheckpointError if the data of `key` has changed. A hub id that has moved on can be named at a commit."""
     if change := _data_change(saved, now):
-        commit = re.match(r"(hf://[^@]+@[0-9a-f]{40})/", saved[0]["name"] if saved else "")
-        if commit and now and not now[0]["name"].startswith(commit[1]):
-            pinned = _pinned(path, commit[1], [file["name"] for file in saved])
-            pinned += "" if name is None else f" and name: {name}"
-            change += f"; the run has read {commit[1]}: with {pinned} in place of {path} it goes on"
-        raise CheckpointError(
-            key,
-            why=f"{change}, and the position in the checkpoint means other rows now",
-            fix="put the data back, or start a new run in another output_dir",
-        )
-
-
-def _pinned(path: str, commit: str, files: list[str]) -> str:
-    """Returns what names, at a commit of the hub, the files that were read at `path`, a hub path or id."""
-    if path.startswith(repository := commit.partition("@")[0]):
-        rest = path.removeprefix(repository)
-        return commit + re.sub(r"^@(refs/\w+/)?[^/]+", "", rest)
-    start = os.path.commonprefix(files)
-    return files[0] if len(files) == 1 else f"{start}*{os.path.splitext(files[0])[1]}"
+        why = f"{change}, and the position in the checkpoint means other rows now; the run has read {saved[0]['name']}"
+        fix = "put the data back, name the hub's files at the commit that was read, or start a new run"
+        raise CheckpointError(key, why=why, fix=fix)
 
 
 def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
@@ -373,6 +319,5 @@ def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str 
     for before, after in zip(saved, now, strict=True):
         for what in ("rows", "size", "hash"):
             if before[what] != after[what]:
-                unit = {"rows": "rows", "size": "bytes", "hash": "as content hash"}[what]
-                return f"{after['name']} has {after[what]} {unit} and had {before[what]} when the checkpoint was saved"
+                return f"{after['name']} has {what} {after[what]} and had {before[what]} when the checkpoint was saved"
     return None

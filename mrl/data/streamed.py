@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, one_line, parse_line, why_not_compressed
+from mrl.data.files import JSONL_SUFFIXES, BadRow, arrow_row, parse_line
 from mrl.data.remote import RemoteFile, SourceError, is_ending
 from mrl.data.splits import NamedFiles, check_splits
 from mrl.errors import DataError, UserError
@@ -172,7 +172,7 @@ class StreamedRows:
         row = self._taken[index]
         if isinstance(row, DamagedRow):
             raise BadRow(row.why)
-        return parse_line(row, lambda: row) if isinstance(row, bytes) else dict(row)
+        return parse_line(row) if isinstance(row, bytes) else dict(row)
 
     def where(self, index: int) -> str:
         """Returns `file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
@@ -306,17 +306,14 @@ def _read_lines(
     with file.open(key, ended) as raw, _unpacked(file, raw) as content:
         parts: list[bytes] = []  # of a line whose end was not read yet
         try:
-            if content is not raw and (why := why_not_compressed(file.name, raw.peek(64))):
-                raise _DamagedError(why)
             for block in _blocks(content, offset, file, key):
                 first, *lines = block.split(b"\n") if block else [b"", b""]
                 parts.append(first)
                 if not lines:
                     continue
                 for line in [b"".join(parts), *lines[:-1]]:
-                    text = line.removeprefix(b"\xef\xbb\xbf") if row == 0 else line
-                    if text.strip():
-                        yield row, offset, text
+                    if line.strip():
+                        yield row, offset, line
                     row, offset = row + 1, offset + len(line) + 1
                 parts = [lines[-1]]
         except _DamagedError as error:
@@ -344,7 +341,7 @@ def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[b
         try:
             block = content.read(BLOCK) if is_plain else content.read1(UNPACKED)
         except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
-            raise _DamagedError(f"cannot be decompressed from here on ({one_line(e)}); {DAMAGE_FIX}") from e
+            raise _DamagedError(f"cannot be decompressed from here on ({e}); {DAMAGE_FIX}") from e
         if offset:
             if not block:
                 fix = "start a new run in another output_dir"
@@ -361,15 +358,10 @@ def _blocks(content: Any, offset: int, file: RemoteFile, key: str) -> Iterator[b
 def _read_table(
     file: RemoteFile, key: str, ended: threading.Event, row: int, offset: int
 ) -> Iterator[tuple[int, int, dict[str, Any] | DamagedRow]]:
-    """Yields row number, 0 and content of the rows of a Parquet or Arrow file. row: the first."""
-    is_parquet = file.name.endswith(".parquet")
-    if is_parquet and not file.seeks:
-        why = f"{file.name} is Parquet, of which parts are read, and its server gives whole files alone"
-        raise DataError(key, why=why, fix="use a server that takes Range requests, or .jsonl.gz")
+    """Yields row number, 0 and content of the rows of a Parquet file. row: the first."""
     with file.open(key, ended) as raw:
         try:
-            batches = _parquet_batches(raw, row) if is_parquet else _arrow_batches(raw)
-            for start, batch in batches:
+            for start, batch in _parquet_batches(raw, row):
                 for i, found in enumerate(batch.slice(max(0, row - start)).to_pylist(), start=max(row, start)):
                     try:
                         content: dict[str, Any] | DamagedRow = arrow_row(found, batch.schema)
@@ -378,8 +370,7 @@ def _read_table(
                     yield i, 0, content
                     row = i + 1
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # ValueError: text that is no UTF-8
-            form = "Parquet" if is_parquet else "Arrow"
-            yield row, 0, DamagedRow(f"cannot be read as {form} from here on ({one_line(e)}); {DAMAGE_FIX}")
+            yield row, 0, DamagedRow(f"cannot be read as Parquet from here on ({e}); {DAMAGE_FIX}")
 
 
 def _parquet_batches(raw: BinaryIO, row: int) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
@@ -397,18 +388,3 @@ def _parquet_batches(raw: BinaryIO, row: int) -> Iterator[tuple[int, pyarrow.Rec
                 yield at, batch
                 at += batch.num_rows
         start += rows
-
-
-def _arrow_batches(raw: BinaryIO) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    """Yields batches of a stream of Arrow, as `datasets` writes it, or of a file, each with its first row's number."""
-    start = 0
-    if raw.peek(6)[:6] == b"ARROW1":  # type: ignore[attr-defined]
-        reader = pyarrow.ipc.open_file(raw)
-        batches: Any = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = pyarrow.ipc.open_stream(raw)
-    for whole in batches:
-        for i in range(0, whole.num_rows, CHUNK):
-            batch = whole.slice(i, CHUNK)
-            yield start, batch
-            start += batch.num_rows

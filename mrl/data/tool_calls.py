@@ -20,28 +20,17 @@ Convert = Callable[[Any], Any]
 Render = Callable[[list[dict[str, Any]]], str]
 NAME, VALUE = "mrl_name", "mrl_value"
 PROBE = {NAME: VALUE}
-AS_OBJECTS = "arguments of tool calls that are JSON text go to the chat template as objects"
-AS_TEXT = "arguments of tool calls go to the chat template as JSON text, since it would write objects as Python does"
-AS_GIVEN = "arguments of tool calls that are text and no JSON object go to the chat template as they are"
 
 
-def fit_arguments(chat: Chat, render: Render) -> tuple[Chat, list[str]]:
-    """Returns a conversation with the arguments of its calls in the form that its template takes, and notes on it.
+def fit_arguments(chat: Chat, render: Render) -> Chat:
+    """Returns a conversation with the arguments of its calls in the form that its template takes.
 
-    render: messages to text; raises DataError if that fails. Raises BadRow if arguments are too deep.
+    render: messages to text; raises DataError if that fails.
     """
-    given: list[Any] = []
-    _with_arguments(chat.messages, given.append)  # gathers them
-    convert = _conversion(chat.messages, render) if given else None
-    if convert is None:
-        return chat, []
-    fitted = [convert(argument) for argument in given]
-    texts = [argument for argument in given if isinstance(argument, str) and argument.strip()]
-    forms = [AS_GIVEN] if any(json_object(text) is None for text in texts) else []
-    if all(type(now) is type(before) for now, before in zip(fitted, given, strict=True)):
-        return chat, forms
-    messages = _with_arguments(chat.messages, convert)
-    return dataclasses.replace(chat, messages=messages), [AS_OBJECTS if convert is _as_object else AS_TEXT, *forms]
+    if not any("tool_calls" in message for message in chat.messages):
+        return chat
+    convert = _conversion(chat.messages, render)
+    return chat if convert is None else dataclasses.replace(chat, messages=_with_arguments(chat.messages, convert))
 
 
 def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | None:
@@ -77,10 +66,10 @@ def _with_arguments(messages: list[dict[str, Any]], convert: Convert) -> list[di
     ]
 
 
-def _with_argument(call: Any, convert: Convert) -> Any:
+def _with_argument(call: dict[str, Any], convert: Convert) -> dict[str, Any]:
     """Returns a call, in OpenAI's form or flat, with other arguments."""
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+    if isinstance(call.get("function"), dict):
         return {**call, "function": _with_argument(call["function"], convert)}
-    if not isinstance(call, dict) or "arguments" not in call:
+    if "arguments" not in call:
         return call
     return {**call, "arguments": convert(call["arguments"])}

@@ -18,9 +18,9 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mrl.data.encode import Encoded
-from mrl.data.files import BadRow, one_line
+from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Text, Tokens
-from mrl.data.images import Image, require_pillow
+from mrl.data.images import Image
 from mrl.errors import DataError, ModelError
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
 
@@ -58,18 +58,13 @@ class Vision:
     def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> ImageRow:
         """Returns the row, its image tokens replaced by those that each image takes. folder: of the data file.
 
-        Raises BadRow, and DataError where the chat template has not written one token for each image.
+        Raises BadRow, also where the chat template has not written one token for each image.
         """
         found = self.count(encoded.ids)
         if found != len(images):
-            if not images:
-                raise BadRow(
-                    f"has a token in its text that stands for an image or a video ({self.image_token}), and no image; "
-                    "take it out of the text"
-                )
-            raise DataError(
-                f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name "
-                "one with parts of type image in data.chat_template, and keep the token out of the text"
+            raise BadRow(
+                f"has {found} image tokens ({self.image_token}) for {len(images)} images; keep the token out of texts, "
+                "and name a template with parts of type image in data.chat_template"
             )
         if not images:
             return ImageRow(encoded, {})
@@ -94,7 +89,7 @@ class Vision:
             out = self._processor(text=[self.image_token], images=[picture], add_special_tokens=False)
         except (ValueError, TypeError, OSError) as e:
             raise BadRow(
-                f"{image.where}: the model's processor refuses the image ({one_line(e)}); make it larger or less narrow"
+                f"{image.where}: the model's processor refuses the image ({e}); make it larger or less narrow"
             ) from e
         inputs = {n: torch.as_tensor(np.asarray(value)) for n, value in out.items() if n not in TEXT_FIELDS}
         return list(out["input_ids"][0]), inputs
@@ -125,7 +120,6 @@ def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
     """
     if not reads_images(hf_config):
         return None
-    require_pillow(path)
     kind: Any = PROCESSOR_MAPPING[CONFIG_MAPPING[hf_config["model_type"]]]
 
     class ImagesOnly(kind):
@@ -140,6 +134,6 @@ def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
     except Exception as e:  # transformers has no common error for what a folder can have wrong
         raise ModelError(
             path,
-            why=f"the processor of its images cannot be loaded ({type(e).__name__}: {one_line(e)})",
-            fix="get preprocessor_config.json and the tokenizer's files again",
+            why=f"the processor of its images cannot be loaded ({type(e).__name__}: {e})",
+            fix="get preprocessor_config.json and the tokenizer's files again, and install pillow",
         ) from e

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from mrl.data.files import one_line
 from mrl.errors import DataError, shortened
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
@@ -173,7 +172,7 @@ def read_samples(path: str) -> list[SavedSample]:
         with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(path, why=f"cannot be read ({one_line(error)})", fix=FIX) from None
+        raise DataError(path, why=f"cannot be read ({error})", fix=FIX) from None
     if lines.pop():
         raise DataError(f"{path}:{len(lines) + 1}", why="the line is cut off", fix="copy the file again")
     if not lines:
@@ -183,7 +182,7 @@ def read_samples(path: str) -> list[SavedSample]:
         try:
             samples.append(_sample(line))
         except ValueError as error:
-            raise DataError(f"{path}:{number}", why=one_line(error), fix=FIX) from None
+            raise DataError(f"{path}:{number}", why=str(error), fix=FIX) from None
     return samples
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_told_is_a_bad_row(row, says):
 
 
 def test_only_whole_conversations_look_like_one():
-    assert looks_like_dialogue({"prompt": ASKED}) == "prompt" and looks_like_dialogue({"text": ASKED + RIGHT}) == "text"
+    assert looks_like_dialogue({"prompt": ASKED}) == "prompt"
     assert looks_like_dialogue({"chosen": ASKED + RIGHT, "rejected": ASKED + WRONG}) == "chosen"
     assert looks_like_dialogue({"instruction": "### User: a\n### Assistant:"}) == "instruction"
     for text in ("1+1?", "The Human: a study", "Assistant: is there a Human: here?", "User: only"):

@@ -5,7 +5,6 @@ import pytest
 from mrl.batch import make_batch
 from mrl.data.dataset import SFTDataset
 from mrl.data.encode import Encoder
-from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Text, Tokens
 from mrl.errors import DataError, ModelError
 from tests.data.tiny_tokenizers import (
@@ -63,7 +62,7 @@ def test_trap_7_the_token_count_is_that_of_the_mask_not_of_the_last_response(tem
 
 def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_difference():
     chat = Chat(turns("hello", "<think>\nhm\n</think>\n\n4", "hello", "<think>\nhm\n</think>\n\nfox"))
-    with pytest.raises(DataError, match="messages.1.: .* to its end has .*think.* where .*set data.loss_on to last"):
+    with pytest.raises(DataError, match="messages.1.: .* to its end it has .*think.* where .*set data.loss_on to last"):
         encode(chat, STRIPS_REASONING)
     _, runs, _ = encode(chat, STRIPS_REASONING, "last")
     assert runs == ["<think>\nhm\n</think>\n\nfox<|im_end|>"]
@@ -71,17 +70,15 @@ def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_differenc
 
 def test_a_generation_prompt_that_the_whole_does_not_have_is_an_error():
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-    with pytest.raises(DataError, match=r"rendered up to it, with the generation prompt, has .*<think>.* where .*fox"):
+    with pytest.raises(DataError, match=r"rendered up to it, with the generation prompt, it has .*<think>.* where .*fox"):
         encode(Chat(turns("hello", "fox")), template)
 
 
 def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_not_with_markers():
     chat = Chat(turns("hello", "fox"))
-    with pytest.raises(DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole .* \('.*fox"):
+    with pytest.raises(DataError, match=r"or a token reaches over a prompt's end: .*; put {% generation %} markers"):
         encode(chat, CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
     assert encode(chat, CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
-    with pytest.raises(BadRow, match=r"^messages\[1\].content is only white space; write the answer"):
-        encode(Chat(turns("hello", "\n")), CHATML.replace("role }}\n", "role }} "))
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last"])
@@ -166,8 +163,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("format", ROWS)
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("format", "named"), [*((name, False) for name in ROWS), ("text", True)])
 def test_formats_are_detected_or_named(tmp_path, format, named):
     path = write_jsonl(tmp_path / "a.jsonl", [ROWS[format]])
     dataset = SFTDataset(config(path, format=format if named else "auto"), make_tokenizer())

@@ -32,10 +32,9 @@ LEFT = {
     "tools": {**ROW, "tools": TOOLS},
     "chat_template_kwargs.loud": {**ROW, "chat_template_kwargs": {"loud": 7, "enable_thinking": True}},
     "tool_calls of a message": {"messages": [USER, {**ANSWER, "tool_calls": CALL}]},
-    "name of a message": {"messages": [{**USER, "name": "fox"}, ANSWER]},
     "tool_call_id of a message": {"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "c1"}, ANSWER]},
 }
-UNWRITTEN = ("loud", "name of a message", "tool_call_id of a message")
+UNWRITTEN = ("loud", "tool_call_id of a message")
 
 
 @pytest.mark.parametrize("field", LEFT)
@@ -68,48 +67,13 @@ def test_a_role_that_only_the_template_can_know(tmp_path):
     assert len(notes(tmp_path, row, template=CHATML + "{# no environments #}")) == 1
 
 
-@pytest.mark.parametrize("role", ["userA", "tools", "user_2", "python", "human2", "developers", "narrator", "man"])
-def test_a_role_of_another_name_is_no_slip(tmp_path, role):
-    assert len(notes(tmp_path, {"messages": [USER, {"role": role, "content": "4"}, ANSWER]})) == 1
-
-
-@pytest.mark.parametrize("field", ["tool_call_id", "name"])
-def test_a_field_of_a_tools_answer_that_is_written_is_no_line(tmp_path, field):
-    row = {"messages": [USER, {"role": "tool", "content": "4", field: "fox"}, ANSWER]}
-    template = CHATML.replace("{{ m.content }}", f"{{{{ m.{field} }}}}{{{{ m.content }}}}")
-    assert len(notes(tmp_path, row)) == 1 and notes(tmp_path, row, template=template) == []
-
-
-LATER = {  # a text that a template with one place for such texts leaves out, though it writes others of the role
-    "messages of the role system that are not the first message": (
-        turns("hello", "dog", system="quick") + [{"role": "system", "content": "lazy"}, USER, ANSWER],
-        CHATML.replace("in messages", "in messages if m.role != 'system' or m == messages[0]"),
-    ),
-    "content beside tool_calls": (
-        [USER, {**ANSWER, "tool_calls": CALL}, {"role": "tool", "content": "4"}, ANSWER],
-        ALL.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
-    ),
-}
-
-
-@pytest.mark.parametrize("field", LATER)
-def test_a_text_that_is_left_out_where_others_of_its_role_are_not(tmp_path, field):
-    messages, template = LATER[field]
-    [line] = notes(tmp_path, {"messages": messages}, template=template)
-    assert f"writes nothing of {field};" in line
-    assert notes(tmp_path, {"messages": messages}, template=ALL) == []
-
-
-@pytest.mark.parametrize("reader", ["sft", "dpo", "bradley_terry", "ppo"])
+@pytest.mark.parametrize("reader", ["sft", "ppo"])
 def test_a_system_message_of_rows_of_text_that_is_left_out(tmp_path, reader):
-    rows = {
-        "sft": {"instruction": "hello", "output": "dog"}, "dpo": {"prompt": "hello", "chosen": "dog", "rejected": "fox"},
-        "ppo": {"prompt": "hello"},
-    }  # fmt: skip
+    row = {"prompt": "hello", "completion": "dog", "system": "quick"}
     template = CHATML.replace("in messages", "in messages if m.role != 'system'")
-    [line] = notes(tmp_path, {**rows.get(reader, rows["dpo"]), "system": "quick"}, template=template, reader=reader)
+    [line] = notes(tmp_path, row, template=template, reader=reader)
     assert "writes nothing of messages of the role system" in line
-    assert notes(tmp_path, {**rows.get(reader, rows["dpo"]), "system": "quick"}, reader=reader) == []
+    assert notes(tmp_path, row, reader=reader) == []
 
 
 def test_a_row_whose_arguments_are_refused_is_skipped_where_bad_rows_are(tmp_path):
@@ -130,12 +94,8 @@ def test_a_turn_of_which_nothing_is_left_is_an_error(tmp_path, more):
     empty = {"role": "assistant", "content": "", **more}
     row = {"messages": [USER, empty, USER, ANSWER]}
     says = rf"a.jsonl:1: messages\[1\]: the chat template leaves out {next(iter(more))}"
-    with pytest.raises(DataError, match=says):
-        notes(tmp_path, row)
-    with pytest.raises(DataError, match=says):
-        notes(tmp_path, {"prompt": row["messages"][:3]}, reader="ppo")
     file = write_jsonl(tmp_path / "a.jsonl", [row])
-    with pytest.raises(DataError, match=says):  # any row, at any time
+    with pytest.raises(DataError, match=says):
         dataset(file, "sft", on_bad_row="skip").load(0)
     example = dataset(file, "sft", ALL).load(0)
     assert len(trained_text(make_tokenizer(), example)) == 2
@@ -156,18 +116,11 @@ REASONS = (  # as Qwen3: the last turn has an empty reasoning, and so has a prom
 )
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_the_refusal_of_a_template_that_rewrites_turns_names_what_works(tmp_path, several):
-    row = {"messages": [USER, ANSWER] * (1 + several)}
-    file = write_jsonl(tmp_path / "a.jsonl", [row])
-    off = r'chat_template_kwargs: \{"enable_thinking": false\}'
-    says = (
-        f"one row for each answer, which ends with it, and set data.loss_on to last, with {off}"
-        if several
-        else f"give the row {off}"
-    )
-    with pytest.raises(DataError, match=says):
-        dataset(file, "sft", REASONS).load(0)
+def test_rows_of_one_answer_train_where_the_template_rewrites_turns(tmp_path):
+    """As docs/conversations.md says."""
+    row = {"messages": [USER, ANSWER] * 2}
+    with pytest.raises(DataError, match="give one row for each answer and set data.loss_on to last"):
+        dataset(write_jsonl(tmp_path / "a.jsonl", [row]), "sft", REASONS).load(0)
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     rows = [{"messages": row["messages"][: i + 2], **off} for i in range(0, len(row["messages"]), 2)]
     found = dataset(write_jsonl(tmp_path / "b.jsonl", rows), "sft", REASONS, loss_on="last")

@@ -92,7 +92,7 @@ def test_whole_texts_are_the_prompt_up_to_the_last_end_that_both_share_and_two_a
             r"up to '\n\nAssistant:' (data.prompt_end): what both begin with ends in '\n\nHuman: '; set that key to",
         ),
         ({**WHOLE, "rejected": TALK + "\n\nHuman: so?" + END + " 4"}, "again after the prompt that both share"),
-        ({**WHOLE, "rejected": TALK}, "rejected is empty"),
+        ({**WHOLE, "rejected": TALK}, "rejected is an empty str"),
         ({**WHOLE, "prompt": TALK}, "is no pair of whole texts without a prompt"),
         ({"chosen": ASKED + GOOD, "rejected": ASKED + BAD}, "is no pair of whole texts without a prompt"),
     ],
@@ -111,7 +111,7 @@ def test_a_prompt_that_the_template_writes_by_what_follows_is_refused(tmp_path):
     loud = "{{ m.role }}{{ ' loud' if messages[-1].content == 'fish' and loop.index0 == 0 }}"
     row = {"prompt": turns("a", "b", "c"), "chosen": GOOD, "rejected": BAD}
     said = refusal(tmp_path, row, tokenizer=make_tokenizer(CHATML_MARKED.replace("{{ m.role }}", loud)))
-    assert "the prompt is not the same tokens before chosen and before rejected" in said and "loud" in said
+    assert "what does not train before chosen and before rejected differs" in said and "loud" in said
 
 
 def test_reasoning_that_a_template_drops_from_the_prompt_is_the_same_in_both(tmp_path):
@@ -123,25 +123,19 @@ def test_reasoning_that_a_template_drops_from_the_prompt_is_the_same_in_both(tmp
 
 WRONG = {
     "no rejected": ({"prompt": ASKED, "chosen": GOOD}, "give prompt, chosen and rejected"),
-    "rejected is null": ({**PAIR, "rejected": None}, "rejected is null, and the format preference needs it; give it"),
+    "rejected is null": ({**PAIR, "rejected": None}, "rejected is missing or null, and preference needs it"),
     "both forms": ({**PAIR, **SINGLE}, "fit the formats preference and unpaired; set data.format to one of them"),
-    "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is no list and chosen a list of messages"),
-    "list and text": ({**PAIR, "chosen": "4"}, "prompt is a list and chosen no list of messages"),
+    "text and list": ({**PAIR, "prompt": "2 + 2?"}, "prompt is '2 + 2?' and chosen is a list; give two strings or two"),
     "prompt again": ({**PAIR, "chosen": ASKED + GOOD}, "chosen begins with the messages of prompt again"),
-    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "as {question: prompt}, or set data.turns to"),
-    "a prompt of another name": ({"question": "2?", "chosen": "4", "rejected": "5"}, "as {question: prompt}"),
+    "texts without a prompt": ({"chosen": "a", "rejected": "b"}, "as {question: prompt}, or set data.turns"),
     "nothing shared": ({"chosen": GOOD, "rejected": BAD}, "chosen and rejected begin with different messages"),
-    "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected has no message that the other"),
+    "nothing more": ({"chosen": ASKED + GOOD, "rejected": ASKED}, "rejected is an empty list"),
     "the same": ({**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
-    "empty answer": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is empty"),
-    "a user answers": ({**PAIR, "chosen": ASKED[:0] + turns("no")}, "has nothing to train on"),
+    "empty answer": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen is an empty str"),
+    "a user answers": ({**PAIR, "chosen": turns("no")}, "has nothing to train on"),
     "an image": (
         {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
         "prompt[0].content[0].path is an image, and the model reads text alone",
-    ),
-    "prompt of others": (
-        {"prompt": "3?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD},
-        "prompt is no list and chosen a",
     ),
     "message's weight": (
         {**PAIR, "chosen": [{**GOOD[0], "weight": 0.5}]},
@@ -149,11 +143,7 @@ WRONG = {
     ),
     "a turn of weight 0 that the other lacks": (
         {**PAIR, "chosen": [{**turns("x", "hm")[1], "weight": 0}, *turns("so?"), *GOOD]},
-        "chosen and rejected do not begin with the same turns that do not train",
-    ),
-    "other turns of the user": (
-        {**PAIR, "chosen": [*turns("a"), *GOOD], "rejected": [*turns("b"), *BAD]},
-        "are part of the prompt until one trains; give both the same prompt",
+        "give both the same turns up to the first that trains",
     ),
 }
 
@@ -164,9 +154,9 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path, name):
     assert says in refusal(tmp_path, row)
 
 
-@pytest.mark.parametrize("label", ["yes", 2, 0.5, None])
+@pytest.mark.parametrize("label", ["yes", 0.5, None])
 def test_a_label_that_is_none_is_refused(tmp_path, label):
-    says = "label is null, and the format unpaired needs it" if label is None else "label is"
+    says = "label is missing or null, and unpaired needs it" if label is None else "label is"
     assert says in refusal(tmp_path, {**SINGLE, "label": label}, paired=False)
 
 

