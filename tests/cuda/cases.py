@@ -153,13 +153,10 @@ OF_EACH_FAMILY = [
 # What runs on each push: three families, on which each option and each kind of layout is once.
 PUSHED = [
     _case(DENSE, world=4, tp=2, recompute="selective", modules=("core_attn", "layernorm"), muon=True),
-    _case(DENSE, world=2, tp=2, lora=True),
-    _case(DENSE, world=2, cp=2, lengths=(5000, 229)),
     _case(DENSE, world=16, rank=9, tp=2, pp=2, vpp=2, cp=2),
     _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING, bf16_moments=True),
-    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, router_losses=True),
+    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, router_losses=True, optimizer_on_host=True),
     _case(MOE, world=4, ep=2, lora=True),
-    _case(MOE, world=4, ep=2, optimizer_on_host=True),
     _case(MOE, recompute="full", router_losses=True, bf16_moments=True),
     _case(LATENT, world=4, rank=2, pp=2, ep=2, mtp=True, detached=True),
 ]
