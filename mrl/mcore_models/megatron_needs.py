@@ -15,7 +15,7 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import fp8, megatron_fields, platform, userbuffers
-from mrl.mcore_models.layer_spec import check_te, check_te_layers
+from mrl.mcore_models.layer_spec import check_te_layers
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
 
@@ -108,7 +108,10 @@ def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, e
     """
     for name in ("fp8", userbuffers.FIELD):
         if given.get(name):
-            check_te(f"{KEY}.{name}", given[name], layer_spec, why, dtype)
+            if dtype != torch.bfloat16:
+                reason = f"does not go with model.dtype {str(dtype).removeprefix('torch.')}"
+                raise ConfigError(f"{KEY}.{name}", given[name], reason, "set bfloat16")
+            check_te_layers(f"{KEY}.{name}", given[name], layer_spec, why)
     absent = platform.without_transformer_engine()
     unknown = elsewhere is not None and absent == platform.NO_GPU
     for name, value in sorted(given.items()):

@@ -85,12 +85,11 @@ class Result:
     syncs: dict[str, float]  # waits of the host in a micro-batch's forward and backward, by line
     step_syncs: dict[str, int]  # in the optimizer step
     updated: int  # parameters that it updates on this rank
-    held: dict[
-        str, int
-    ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
+    held: dict[str, int]  # bytes of parameters, gradients and optimizer, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
     unordered: set[str] = dataclasses.field(default_factory=set)  # operators that add in no fixed order (order.py)
     replays: int = 0  # of CUDA graphs
+    operators: dict[str, int] = dataclasses.field(default_factory=dict)  # how often each is called
     of_te: set[str] = dataclasses.field(default_factory=set)  # transformer-engine's that move experts' rows
 
 

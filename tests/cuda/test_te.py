@@ -78,7 +78,6 @@ FLASH_OFF, FUSED_OFF, UNFUSED_OFF = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_
     "off, wanted",
     [
         ((FLASH_OFF,), [("unfused", "unfused")] * 2 + FUSED),
-        (("NVTE_FLASH_ATTN_V2",), [("unfused", "unfused")] * 2 + FUSED),
         ((FUSED_OFF,), [("unfused", "flash")] * 5),
         ((UNFUSED_OFF,), [(NONE, "flash")] * 2 + FUSED),
         ((FUSED_OFF, UNFUSED_OFF), [(NONE, "flash")] * 5),  # engine.attention: flash
