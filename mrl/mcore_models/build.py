@@ -71,7 +71,8 @@ class Model(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         columns = [self.output_layer(hidden_states, weight=weight)[0]]
         if self.detaches_mtp:
-            hidden_states = mtp.detach_hidden(hidden_states)
+            # they ask for a gradient: megatron's recomputation gives parameters none if no input asks for one
+            hidden_states = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
         for layer, inputs in zip(self.mtp.layers, self.mtp_inputs, strict=False):
             padding = inputs.padding
             if self.config.sequence_parallel:
@@ -258,7 +259,7 @@ def build_chunks(
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
             model = Model(
                 config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)),
-                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config, chunk.mtp)) if chunk.mtp else None,
+                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config), chunk.mtp) if chunk.mtp else None,
                 vocab_size=padded_vocab, max_sequence_length=hf.get("max_position_embeddings") or 0,
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,

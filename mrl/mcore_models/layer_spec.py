@@ -156,10 +156,7 @@ def check_attention(attention: str, wanted: str) -> None:
 
 def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
     """Returns the error for engine.attention. error: why there are no layers of transformer-engine."""
-    why = error.why or ""
-    if any(f"{name}={value}" in why for name, value in switches_of(attention).items()):  # which nobody has set
-        why += ", as this key has it"
-    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {why}", "leave it out")
+    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {error.why}", "leave it out")
 
 
 def _chosen(
@@ -180,8 +177,8 @@ def _chosen(
             name for at, name in GENERATIONS.items()
             if takes_te(fields, dims, dataclasses.replace(gpu, capability=at), dtype=dtype, faster=faster)
         ]  # fmt: skip
-        refusal = te_refusal(fields, dims, gpu, dtype=dtype)
-        where = f"te on {', '.join(taken)}" if taken else f"local too: transformer-engine {refusal}"
+        against = _against_te(fields, dims, gpu, dtype, faster)
+        where = f"te on {', '.join(taken)}" if taken else f"local too: transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one, transformer-engine and flash-attn 2 it is {where}")
     against = absent or _against_te(fields, dims, gpu, dtype, faster)
     if against is not None:

@@ -98,12 +98,6 @@ def test_every_field_that_is_taken_has_been_looked_at():
     assert not REVIEWED & (set(SET_BY_MRL) | set(REFUSED_FIELDS))
 
 
-def test_fields_that_019_alone_has_are_refused_with_what_to_do():
-    assert SET_BY_MRL["lion_beta1"] == SET_BY_MRL["soap_shampoo_beta"] == "set optimizer.name"
-    assert SET_BY_MRL["megatron_fsdp_grad_comm_dtype"] == "set engine.backend to fsdp"
-    assert {"use_mup", "grad_norm_skip_threshold", "moe_paged_stash", "gtp_weight_remat_size"} <= set(REFUSED_FIELDS)
-
-
 LAYOUTS = (
     {},
     {"world_size": 4, "tp": 2, "pp": 2, "sp": True},
