@@ -72,7 +72,7 @@ def section(imported: Mapping[str, ImportResult], *, gpu: bool) -> Iterator[Find
             yield warning(name, f"{package.name} is not installed: {package.absent}", INSTALL)
         elif result is None:
             yield note(name, f"{package.name} is not installed: {package.absent if gpu or not is_te else NOTHING}")
-        elif package.module == "apex" and optional.apex_origin() != "NVIDIA's":
+        elif package.module == "apex" and not optional.is_nvidias_apex():
             what = f"{have} is another package of that name than NVIDIA's: mrl hides it from megatron-core"
             yield warning(name, what, "pip uninstall apex, or rename its folder")
         elif result.error is not None:

@@ -12,15 +12,6 @@ from mrl import patches
 from mrl.kernels import layers, operators
 
 
-def replace(swiglu: Callable[..., Any], weighted_swiglu: Callable[..., Any]) -> None:
-    """Replaces both functions in each module of megatron that imports them."""
-    activations = {"bias_swiglu_impl": swiglu, "weighted_bias_swiglu_impl": weighted_swiglu}
-    for module in ("mlp", "moe.experts", "moe.shared_experts"):
-        path = f"megatron.core.transformer.{module}"
-        here = vars(importlib.import_module(path))
-        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
-
-
 def replace_swiglu(plain: Callable[..., Any], weighted: Callable[..., Any]) -> None:
     """Replaces megatron's SwiGLU by one kernel, and by the given functions where the kernel does not fit.
 
@@ -40,4 +31,8 @@ def replace_swiglu(plain: Callable[..., Any], weighted: Callable[..., Any]) -> N
             return layers.swiglu(x, weights=weights)
         return weighted(x, bias, weights, *options)
 
-    replace(swiglu, weighted_swiglu)
+    activations = {"bias_swiglu_impl": swiglu, "weighted_bias_swiglu_impl": weighted_swiglu}
+    for module in ("mlp", "moe.experts", "moe.shared_experts"):  # all that import them
+        path = f"megatron.core.transformer.{module}"
+        here = vars(importlib.import_module(path))
+        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})

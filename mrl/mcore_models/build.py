@@ -6,11 +6,9 @@ before `build_chunks` is called.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,6 +34,7 @@ from mrl.weights.families import fields_of
 from mrl.weights.rules import ChunkPlan
 
 patches.check(__name__)  # the methods that Model overrides
+logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)  # 0.19 warns at every build: HybridModel comes after it
 
 _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
@@ -72,7 +71,8 @@ class Model(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         columns = [self.output_layer(hidden_states, weight=weight)[0]]
         if self.detaches_mtp:
-            hidden_states = mtp.detach_hidden(hidden_states)
+            # they ask for a gradient: megatron's recomputation gives parameters none if no input asks for one
+            hidden_states = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
         for layer, inputs in zip(self.mtp.layers, self.mtp_inputs, strict=False):
             padding = inputs.padding
             if self.config.sequence_parallel:
@@ -177,9 +177,6 @@ def _fusions(
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
         fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
-    if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        why, fix = "needs DeepEP, which is not installed (docs/gpu.md)", "leave it out: experts go by all-to-all"
-        raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         # a hook on saved tensors gets an alias of a weight, so the kernel's marks on the weight are lost
@@ -253,21 +250,24 @@ def build_chunks(
     scale = layers.rotary_scale(hf.get("rope_scaling"))
     tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
     models = []
-    with _no_deprecation_notice(), _heads_need_no_apex():
+    # Under `gradient_accumulation_fusion` GPTModel asks for apex's kernel (ColumnParallelLinear.__init__,
+    # tensor_parallel/layers.py), even if all other linear layers are transformer-engine's and bring their own kernel.
+    # Our head replaces it and uses none.
+    with patches.replaced({f"{tensor_parallel_layers.__name__}:_grad_accum_fusion_available": True}):
         for v, chunk in enumerate(chunks):
             if dims.vpp > 1:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
             model = Model(
                 config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)),
-                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config, chunk.mtp)) if chunk.mtp else None,
+                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config), chunk.mtp) if chunk.mtp else None,
                 vocab_size=padded_vocab, max_sequence_length=hf.get("max_position_embeddings") or 0,
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             # GPTModel makes one itself and takes none (models/gpt/gpt_model.py); its own knows no positions
             model.rotary_pos_emb, model.detaches_mtp = layers.Rotary(inverse, groups.cp, scale, config), detaches_mtp
-            megatron_options = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
-            for layer in (*model.decoder.layers, *megatron_options):
+            of_mtp = [layer.transformer_layer for layer in model.mtp.layers] if chunk.mtp else []
+            for layer in (*model.decoder.layers, *of_mtp):
                 if config.multi_latent_attention:
                     layer.self_attention.turning = inverse.to(devices.device())
                     layer.self_attention.rotary_scale = scale
@@ -275,11 +275,10 @@ def build_chunks(
                 _experts_keep_their_sums(model)
             _mark_own_parts(model)
             dispatch.keep_sorted(model)
-            if chunk.has_output:
-                replaced = (
-                    LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
-                )
-                model.output_layer = replaced
+            if chunk.has_output and head == "lm":
+                model.output_layer = LanguageHead.replacing(model.output_layer, config)
+            elif chunk.has_output:
+                model.output_layer = ValueHead(config, groups.tp)
             models.append(model.to(device=devices.device()))
     return models
 
@@ -316,28 +315,3 @@ def _mark_own_parts(model: Model) -> None:
         elif name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True
             parameter.data = parameter.data.to(model.config.params_dtype)
-
-
-def _heads_need_no_apex() -> contextlib.AbstractContextManager[None]:
-    """Hides that apex is missing while GPTModel builds its output layer.
-
-    Under `gradient_accumulation_fusion` that layer asks for apex's kernel (`ColumnParallelLinear.__init__`,
-    tensor_parallel/layers.py), even if all other linear layers are transformer-engine's and bring their own kernel. Our
-    head replaces it and uses none.
-    """
-    return patches.replaced({f"{tensor_parallel_layers.__name__}:_grad_accum_fusion_available": True})
-
-
-@contextlib.contextmanager
-def _no_deprecation_notice() -> Iterator[None]:
-    """Drops what 0.19 logs at every build: that GPTModel gives way to HybridModel. 0.16 has nothing else."""
-
-    def keeps(record: logging.LogRecord) -> bool:
-        return "HybridModel" not in record.getMessage()
-
-    of_megatron = logging.getLogger(GPTModel.__module__)
-    of_megatron.addFilter(keeps)
-    try:
-        yield
-    finally:
-        of_megatron.removeFilter(keeps)

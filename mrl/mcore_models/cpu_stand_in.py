@@ -51,16 +51,14 @@ def prepare() -> None:
         _replace_cuda_runtime()
         _replace_tensor_creation()
         _complete_gloo()
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns of a CUDA toolkit without a GPU
     hide_what_does_not_load()
     # megatron's notices about absent optional packages are not for the user's terminal
-    extensions = logging.getLogger("torch.utils.cpp_extension")  # warns if a CUDA toolkit is here and no GPU
-    level = extensions.level
-    extensions.setLevel(level if has_gpu() else logging.ERROR)
     with warnings.catch_warnings(action="ignore"), contextlib.nullcontext() if has_gpu() else _eager():
         for name in _MODULES:
             importlib.import_module(name)
-    extensions.setLevel(level)
-    _name_what_is_absent()
+    # 0.16.1's router leaves it undefined without transformer-engine
+    vars(importlib.import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
     _recompute_without_fp8_and_compiler()
     _turn_packed_tokens_as_others()
     dispatch.install()
@@ -211,35 +209,8 @@ def _complete_gloo() -> None:
         {
             "torch.distributed:all_gather": gather,
             "torch.distributed.distributed_c10d:all_gather": gather,
-            "torch.distributed:all_gather_into_tensor": _nothing_to_move(dist.all_gather_into_tensor),
-            "torch.distributed:reduce_scatter_tensor": _nothing_to_move(dist.reduce_scatter_tensor),
         }
     )
-
-
-def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Skips a collective in place over a group of one rank.
-
-    megatron gathers and scatters buffers in place. gloo copies them through another of the same size, even if nothing
-    is to be done.
-    """
-
-    @functools.wraps(collective)
-    def run(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group", args[-1] if args and isinstance(args[-1], dist.ProcessGroup) else None)
-        in_place = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
-        if in_place and not kwargs.get("async_op") and dist.get_world_size(group) == 1:
-            return None
-        return collective(output, input, *args, **kwargs)
-
-    return run
-
-
-def _name_what_is_absent() -> None:
-    """Defines a name that 0.16.1's router leaves undefined without transformer-engine (`te_general_gemm`), GPU or
-    not."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def _recompute_without_fp8_and_compiler() -> None:

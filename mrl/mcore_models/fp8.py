@@ -36,11 +36,11 @@ class Recipe:
     multiple: int  # of rows and columns
     since: tuple[int, int]  # the least compute capability
     before: tuple[int, int] | None = None  # the least that no longer has it
-    cuda: tuple[int, int] = (0, 0)  # the oldest version; any that torch 2.13 is built with is enough for the others
+    cuda: tuple[int, ...] = (0, 0)  # the oldest version; any that torch 2.13 is built with is enough for the others
     scale_bytes: float = 0  # of a weight's scales, for each of its values
     gpus: str = ""  # for people
 
-    def runs_on(self, capability: tuple[int, int], cuda: tuple[int, int]) -> bool:
+    def runs_on(self, capability: tuple[int, int], cuda: tuple[int, ...]) -> bool:
         """Returns whether a GPU has the recipe. cuda: the version that torch was built with."""
         on_gpu = self.since <= capability and (self.before is None or capability < self.before)
         return on_gpu and cuda >= self.cuda
@@ -91,10 +91,8 @@ def check_fields(megatron_options: Mapping[str, Any]) -> None:
         return
     recipe = megatron_options.get("fp8_recipe")
     if recipe not in RECIPES:
-        why = f"is no recipe that {KEY}.fp8 is offered with"
-        if recipe == "delayed":
-            why += ", as its scales come from earlier steps, which no checkpoint of mrl holds"
-        raise ConfigError(f"{KEY}.fp8_recipe", recipe, why, f"give one of {', '.join(RECIPES)}")
+        why, fix = f"is no recipe that {KEY}.fp8 is offered with", f"give one of {', '.join(RECIPES)}"
+        raise ConfigError(f"{KEY}.fp8_recipe", recipe, why, fix)
 
 
 def check_model(megatron_options: Mapping[str, Any], family: Family, hf: HFConfig, dims: ParallelDims) -> None:
@@ -124,18 +122,11 @@ def check_here(megatron_options: Mapping[str, Any]) -> None:
     if recipe is None or not devices.has_gpu():
         return
     capability = torch.cuda.get_device_capability()
-    cuda = _of_cuda(torch.version.cuda)
-    if not recipe.runs_on(capability, cuda):
-        fits = [name for name, other in RECIPES.items() if other.runs_on(capability, cuda)]
-        why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}, torch CUDA {torch.version.cuda}"
-        fix = f"give {' or '.join(fits)}" if fits else f"leave out {KEY}.fp8"
+    cuda = torch.version.cuda or "0.0"
+    if not recipe.runs_on(capability, tuple(map(int, cuda.split(".")))):
+        why = f"needs {recipe.gpus}, and this GPU has {capability[0]}.{capability[1]}, torch CUDA {cuda}"
+        fix = f"give another recipe (docs/fp8.md), or leave out {KEY}.fp8"
         raise ConfigError(f"{KEY}.fp8_recipe", megatron_options["fp8_recipe"], why, fix)
-
-
-def _of_cuda(version: str | None) -> tuple[int, int]:
-    """Returns the numbers of torch.version.cuda; (0, 0) if torch is built for no CUDA."""
-    major, _, rest = (version or "0.0").partition(".")
-    return int(major), int(rest.partition(".")[0] or 0)
 
 
 def copies_bytes(

@@ -26,7 +26,6 @@ from mrl.mcore_models.te_limits import (
     te_refusal,
     te_warning,
 )
-from mrl.mcore_models.versions import NOT_INSTALLED
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -68,18 +67,16 @@ def choose(
     """
     wanted, attention = engine.layer_spec, engine.attention
     check_attention(attention, wanted)
-    gpu = Gpu.here().with_attention(attention)
-    because = unmeasured(engine, fields, dims, dtype, lora=lora)
+    gpu = dataclasses.replace(Gpu.here(), switched_off=disabled_switches(attention))
+    faster = kept != "te" and faster_locally(engine, fields, dims, dtype, lora=lora)
     if attention != "auto":
         try:
-            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere, unmeasured_because=because)
+            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere, faster=faster)
         except ConfigError as error:
             raise _refused_kernel(attention, error) from error
     if wanted == "auto" and kept == "local" and not _te_keys(engine):
         return LayerSpec("local", "as the checkpoint was trained")
-    if kept == "te":
-        because = "are not what the checkpoint was trained with"
-    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, unmeasured_because=because)
+    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, faster=faster)
 
 
 def _te_keys(engine: EngineConfig) -> list[str]:
@@ -88,45 +85,43 @@ def _te_keys(engine: EngineConfig) -> list[str]:
     return keys + ["engine.recompute_modules moe_act"] * ("moe_act" in (engine.recompute_modules or ()))
 
 
-def unmeasured(
+def faster_locally(
     engine: EngineConfig, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, *, lora: bool
-) -> str | None:
-    """Returns why no measurement covers a model, behind "local layers with grouped_mm"; None if one does."""
-    if "num_moe_experts" not in fields:
-        return "are for experts"
-    (hidden, width), experts, each = expert_sizes(fields, dims), fields["num_moe_experts"], fields["moe_router_topk"]
-    fit = hidden <= MOST_HIDDEN and width <= MOST_WIDTH and each <= MOST_A_TOKEN and experts >= FEWEST_EXPERTS
-    fit &= experts_fit(fields, dims, dtype.itemsize)
-    attention = AttentionShape.of(fields, dims)
-    is_plain = not (attention.windowed or attention.sinks or attention.dropout or dims.cp > 1)
-    is_plain &= not fields.get("multi_latent_attention") and not any(fields.get("linear_attention_freq") or ())
-    keys = _te_keys(engine) + [f"engine.megatron.{n}" for n, v in engine.megatron.items() if v and n.startswith("moe_")]
-    cases = (
-        (engine.moe.grouped_mm is False, "are off (engine.moe.grouped_mm)"),
-        (dtype != torch.bfloat16, "are for bfloat16"),
-        (fields.get("add_bias_linear"), "are for experts without biases"),
-        (lora, "were not measured with adapters"),
-        (keys, f"were not measured with {', '.join(keys)}"),
-        (not is_plain, "were measured with plain causal attention and cp 1"),
-        (dims.tp * dims.ep * dims.etp > 1, "were measured with all experts on one rank (tp, ep and etp 1)"),
-        (not fit, f"were not measured for {experts} experts of {hidden:,} x {width:,}, {each} a token"),
-    )
-    return next((words for holds, words in cases if holds), None)
-
-
-def takes_te(
-    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype, unmeasured_because: str | None
 ) -> bool:
-    """Returns whether engine.layer_spec auto is te on a GPU with transformer-engine.
+    """Returns whether the measurement covers a model, so that an H100 trains it faster in local layers."""
+    if "num_moe_experts" not in fields or lora or dtype != torch.bfloat16 or engine.moe.grouped_mm is False:
+        return False
+    if _te_keys(engine) or any(value and name.startswith("moe_") for name, value in engine.megatron.items()):
+        return False
+    attention = AttentionShape.of(fields, dims)
+    if attention.windowed or attention.sinks or attention.dropout or fields.get("multi_latent_attention"):
+        return False
+    if any(fields.get("linear_attention_freq") or ()) or fields.get("add_bias_linear"):
+        return False
+    hidden, width = expert_sizes(fields, dims)
+    fit = experts_fit(fields, dims, dtype.itemsize) and hidden <= MOST_HIDDEN and width <= MOST_WIDTH
+    few = fields["moe_router_topk"] <= MOST_A_TOKEN and fields["num_moe_experts"] >= FEWEST_EXPERTS
+    return fit and few and dims.tp * dims.cp * dims.ep * dims.etp == 1
 
-    unmeasured_because: as `unmeasured` says.
-    """
-    refused = te_refusal(fields, dims, gpu, dtype=dtype) or te_warning(fields, dims, gpu, dtype=dtype)
-    return refused is None and not _is_faster_locally(gpu, unmeasured_because)
+
+def takes_te(fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, *, dtype: torch.dtype, faster: bool) -> bool:
+    """Returns whether engine.layer_spec auto is te on a GPU with transformer-engine. faster: of `faster_locally`."""
+    return _against_te(fields, dims, gpu, dtype, faster) is None
 
 
-def _is_faster_locally(gpu: Gpu, unmeasured_because: str | None) -> bool:
-    return unmeasured_because is None and gpu.capability is not None and gpu.capability[0] == 9  # an H100 was measured
+def _against_te(
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu, dtype: torch.dtype, faster: bool
+) -> str | None:
+    """Returns why auto leaves transformer-engine out on a GPU, behind its name; None if it does not."""
+    slow = te_warning(fields, dims, gpu, dtype=dtype)
+    refusal = te_refusal(fields, dims, gpu, dtype=dtype)
+    if refusal is not None:
+        return refusal
+    if slow is not None:
+        return f"is not taken, as its {slow}"
+    if faster and gpu.capability is not None and gpu.capability[0] == 9:
+        return f"is left out for local layers with grouped_mm: {FASTER}, and these are at most of this size"
+    return None
 
 
 def wanted_spec(wanted: str, attention: str) -> str:
@@ -135,17 +130,6 @@ def wanted_spec(wanted: str, attention: str) -> str:
     A kernel of attention is one of transformer-engine's.
     """
     return wanted if attention == "auto" else "te"
-
-
-def check_te(key: str, value: Any, layer_spec: str, why: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError if a key needs transformer-engine's layers in bfloat16 and the run has others.
-
-    why: the reason for the choice of the spec.
-    """
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(key, value, f"does not go with model.dtype {name}", "set bfloat16")
-    check_te_layers(key, value, layer_spec, why)
 
 
 def check_te_layers(key: str, value: Any, layer_spec: str, why: str) -> None:
@@ -172,62 +156,34 @@ def check_attention(attention: str, wanted: str) -> None:
 
 def _refused_kernel(attention: str, error: ConfigError) -> ConfigError:
     """Returns the error for engine.attention. error: why there are no layers of transformer-engine."""
-    why = error.why or ""
-    if any(f"{name}={value}" in why for name, value in switches_of(attention).items()):  # which nobody has set
-        why += ", as this key has it"
-    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {why}", "leave it out")
+    return ConfigError(ATTENTION, attention, f"is for {KEY} te, which {error.why}", "leave it out")
 
 
 def _chosen(
     wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, gpu: Gpu, *, elsewhere: bool,
-    unmeasured_because: str | None,
+    faster: bool,
 ) -> LayerSpec:  # fmt: skip
     if wanted == "local":
         return LayerSpec("local", "as configured")
-    absent, against = platform.without_transformer_engine(), te_refusal(fields, dims, gpu, dtype=dtype)
-    slow = te_warning(fields, dims, gpu, dtype=dtype)
+    absent = platform.without_transformer_engine()
     if platform.is_broken_package(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
     if wanted == "te":
-        return _as_wanted(absent, against, slow, elsewhere=elsewhere)
-    if against is None and slow is not None:
-        against = f"is not taken, as its {slow}"
-    if against is None and _is_faster_locally(gpu, unmeasured_because):
-        against = f"is left out for local layers with grouped_mm: {FASTER}, and these are at most of this size"
+        slow, refusal = te_warning(fields, dims, gpu, dtype=dtype), te_refusal(fields, dims, gpu, dtype=dtype)
+        return _as_wanted(absent, refusal, slow, elsewhere=elsewhere)
     if absent == platform.NO_GPU:
-        where = f"local too: transformer-engine {against}"
-        if against is None:
-            where = _on_gpus(fields, dims, dtype, unmeasured_because)
-        return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
-    if absent is not None:
-        return LayerSpec("local", f"transformer-engine {absent}")
+        taken = [
+            name for at, name in GENERATIONS.items()
+            if takes_te(fields, dims, dataclasses.replace(gpu, capability=at), dtype=dtype, faster=faster)
+        ]  # fmt: skip
+        against = _against_te(fields, dims, gpu, dtype, faster)
+        where = f"te on {', '.join(taken)}" if taken else f"local too: transformer-engine {against}"
+        return LayerSpec("local", f"{absent}; with one, transformer-engine and flash-attn 2 it is {where}")
+    against = absent or _against_te(fields, dims, gpu, dtype, faster)
     if against is not None:
         return LayerSpec("local", f"transformer-engine {against}")
-    why = "transformer-engine is installed, and there is a GPU"
-    says = "num_moe_experts" in fields and _is_faster_locally(gpu, None)
-    return LayerSpec("te", f"{why}; local layers with grouped_mm {unmeasured_because}" if says else why)
-
-
-def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype, unmeasured_because: str | None) -> str:
-    """Returns "te", with the GPUs that need flash-attn 2 for it, and those with local all the same.
-
-    It is for a machine without a GPU, and some GPU has te.
-    """
-
-    def is_te(**known: Any) -> bool:
-        gpu = Gpu(**known, switched_off=disabled_switches())
-        return takes_te(fields, dims, gpu, dtype=dtype, unmeasured_because=unmeasured_because)
-
-    never = {at: name for at, name in GENERATIONS.items() if not is_te(capability=at)}
-    beside = [
-        name
-        for at, name in GENERATIONS.items()
-        if at not in never and not is_te(capability=at, flash_attn=NOT_INSTALLED)
-    ]
-    cases = [(beside, "beside flash-attn 2"), (never.values(), "local too")]
-    exceptions = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
-    return f"te ({exceptions})" if exceptions else "te"
+    return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
 
 
 def check_rules(
@@ -238,7 +194,7 @@ def check_rules(
     It serves runs that want te on a machine of unknown kind. Arguments are those of `choose`. If bfloat16 cannot have
     it, no dtype can.
     """
-    refusal = te_refusal(fields, dims, Gpu(switched_off=disabled_switches(attention=attention)), dtype=dtype)
+    refusal = te_refusal(fields, dims, Gpu(switched_off=disabled_switches(attention)), dtype=dtype)
     if refusal is not None:
         raise _refused(refusal) if attention == "auto" else _refused_kernel(attention, _refused(refusal))
 

@@ -256,7 +256,7 @@ class GatedSelfAttention(RotarySelfAttention):
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
-def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
+def mtp_parts(config: Config | LatentConfig) -> MTPSubmodules:
     """Returns the parts of MTP layers. Their blocks are like the last layer that has attention, so past the dense ones
     of an MoE model."""
     linear = config.linear_attention_freq or [0] * config.num_layers
@@ -264,8 +264,8 @@ def mtp_parts(config: Config | LatentConfig, count: int) -> list[MTPSubmodules]:
     if config.layer_spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-        return [MTPSubmodules(TENorm, TEColumnParallelLinear, layer)] * count
-    return [MTPSubmodules(RMSNorm, ColumnParallelLinear, layer)] * count
+        return MTPSubmodules(TENorm, TEColumnParallelLinear, layer)
+    return MTPSubmodules(RMSNorm, ColumnParallelLinear, layer)
 
 
 def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSpec:

@@ -15,15 +15,15 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import fp8, megatron_fields, platform, userbuffers
-from mrl.mcore_models.layer_spec import check_te, check_te_layers
+from mrl.mcore_models.layer_spec import check_te_layers
 from mrl.mcore_models.megatron_fields import KEY
 from mrl.parallel import ParallelDims
 
 Given = Mapping[str, Any]
 """`engine.megatron`: fields and their values."""
 
-Met = Callable[[Given, Mapping[str, Any], ParallelDims], object]
-"""Whether something is there, by `engine.megatron`, the model and the layout."""
+Met = Callable[[Given, Mapping[str, Any]], object]
+"""Whether something is there, by `engine.megatron` and the model."""
 
 DISPATCHER, FACTOR, PLACES = (
     "moe_token_dispatcher_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
@@ -48,21 +48,21 @@ NEEDS = (
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_force_biased
         moe_router_force_load_balancing moe_shared_expert_overlap""",
         "is for a model with experts, and this has none",
-        lambda given, model, dims: "num_moe_experts" in model,
+        lambda given, model: "num_moe_experts" in model,
     ),
     Need(
         "moe_shared_expert_overlap",
         "is for a model with shared experts, and this has none",
-        lambda given, model, dims: model.get("moe_shared_expert_intermediate_size"),
+        lambda given, model: model.get("moe_shared_expert_intermediate_size"),
     ),
     Need(
         "moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_flex_dispatcher_num_sms",
         f"is read with {KEY}.{DISPATCHER} flex alone",
-        lambda given, model, dims: given.get(DISPATCHER) == "flex",
+        lambda given, model: given.get(DISPATCHER) == "flex",
     ),
     Need(
         "moe_token_drop_policy", f"is read with {KEY}.{FACTOR} alone",
-        lambda given, model, dims: given.get(FACTOR) is not None,
+        lambda given, model: given.get(FACTOR) is not None,
     ),
 )  # fmt: skip
 """A field may stand in several; the first unmet one is named in the error. Fields that one layout cannot use (of
@@ -93,7 +93,7 @@ def check(given: Given, model: Mapping[str, Any], dims: ParallelDims) -> None:
         if value in (None, False, "alltoall"):  # which is not to have it
             continue
         for need in NEEDS:
-            if name in need.fields.split() and not need.is_met(given, model, dims):
+            if name in need.fields.split() and not need.is_met(given, model):
                 raise ConfigError(key, value, need.words, "leave it out")
     if "num_moe_experts" in model:
         _check_ways(given, dims)
@@ -108,7 +108,10 @@ def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, e
     """
     for name in ("fp8", userbuffers.FIELD):
         if given.get(name):
-            check_te(f"{KEY}.{name}", given[name], layer_spec, why, dtype)
+            if dtype != torch.bfloat16:
+                reason = f"does not go with model.dtype {str(dtype).removeprefix('torch.')}"
+                raise ConfigError(f"{KEY}.{name}", given[name], reason, "set bfloat16")
+            check_te_layers(f"{KEY}.{name}", given[name], layer_spec, why)
     absent = platform.without_transformer_engine()
     unknown = elsewhere is not None and absent == platform.NO_GPU
     for name, value in sorted(given.items()):

@@ -36,14 +36,6 @@ from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.head import Project
 
 
-def detach_hidden(hidden: Tensor) -> Tensor:
-    """Returns hidden states that pass no gradient back. They ask for one all the same.
-
-    megatron's recomputation gives parameters no gradient if no input asks for one.
-    """
-    return hidden.detach().requires_grad_(torch.is_grad_enabled())
-
-
 @dataclasses.dataclass(frozen=True)
 class MTPLayerInputs:
     """Holds the inputs of one MTP layer."""
@@ -62,9 +54,9 @@ class MTPSubmodules:
     transformer_layer: ModuleSpec
 
 
-def block_spec(parts: list[MTPSubmodules]) -> ModuleSpec:
-    """Returns megatron's block of MTP layers, each of these `parts`."""
-    layers = [ModuleSpec(module=MTPLayer, submodules=of) for of in parts]
+def block_spec(parts: MTPSubmodules, count: int) -> ModuleSpec:
+    """Returns megatron's block of so many MTP layers of these parts."""
+    layers = [ModuleSpec(module=MTPLayer, submodules=parts)] * count
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=submodules)
 

@@ -15,7 +15,6 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from mrl.errors import one_line
 
@@ -97,20 +96,10 @@ def namespace_folder(package: str) -> pathlib.Path | None:
     return next((pathlib.Path(folder) for folder in spec.submodule_search_locations or ()), None)
 
 
-Apex = Literal["NVIDIA's", "PyPI's", "another"]
-
-
-def apex_origin() -> Apex:
-    """Returns who made the package that Python finds as apex, by its files.
-
-    NVIDIA's has the folder multi_tensor_apply however it was built. PyPI's is for the web framework Pyramid and imports
-    that first of all.
-    """
+def is_nvidias_apex() -> bool:
+    """Returns whether the package that Python finds as apex is NVIDIA's, by its files. PyPI's is for the web framework
+    Pyramid."""
     spec = importlib.util.find_spec("apex")
     assert spec is not None, "apex is not installed"
     folders = [pathlib.Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any((folder / f"multi_tensor_apply{end}").exists() for folder in folders for end in ("", ".py")):
-        return "NVIDIA's"
-    first = pathlib.Path(spec.origin or "")
-    is_pypis = first.is_file() and b"pyramid" in first.read_bytes()
-    return "PyPI's" if is_pypis else "another"
+    return any((folder / "multi_tensor_apply").exists() for folder in folders)

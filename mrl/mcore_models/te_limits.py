@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -29,13 +28,10 @@ GENERATIONS = {(8, 0): "A100", (8, 9): "L40S", (9, 0): "H100", (10, 0): "B200", 
 
 SWITCHES: Mapping[str, Kernel] = {
     "NVTE_FLASH_ATTN": "flash",
-    "NVTE_FLASH_ATTN_V2": "flash",  # flash-attn 2 alone, since 2.18
     "NVTE_FUSED_ATTN": "fused",
     "NVTE_UNFUSED_ATTN": "unfused",
 }
 """Environment variables of transformer-engine, and the kernel that each leaves out if it is 0."""
-
-V2_SWITCH = Version("2.18")
 
 
 def switches_of(attention: str) -> dict[str, str]:
@@ -44,8 +40,9 @@ def switches_of(attention: str) -> dict[str, str]:
     megatron's `_set_attention_backend` sets the same. transformer-engine reads them whenever it chooses (2.20.2,
     `get_attention_backend`), so they may be set after its import.
     """
-    names = [] if attention == "auto" else [name for name in SWITCHES if name != "NVTE_FLASH_ATTN_V2"]
-    return {name: str(int(SWITCHES[name] == attention)) for name in names}
+    if attention == "auto":
+        return {}
+    return {name: "1" if kernel == attention else "0" for name, kernel in SWITCHES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +77,11 @@ class Gpu:
     def is_blackwell(self) -> bool:
         return self.capability is not None and self.capability >= (10, 0)
 
-    def with_attention(self, attention: str) -> "Gpu":
-        """Returns it with the environment's variables and those for a value of engine.attention."""
-        if attention == "auto":
-            return self
-        return dataclasses.replace(self, switched_off=disabled_switches(attention=attention))
 
-    def is_off(self, name: str) -> bool:
-        """Returns whether one of SWITCHES switches its kernel off: it is 0, and this transformer-engine reads it."""
-        old = self.transformer_engine is not None and self.transformer_engine < V2_SWITCH
-        return name in self.switched_off and not (name == "NVTE_FLASH_ATTN_V2" and old)
-
-
-def disabled_switches(environment: Mapping[str, str] = os.environ, attention: str = "auto") -> tuple[str, ...]:
-    """Returns the names of SWITCHES that are 0, as `int` reads them: of an environment, or for a value of
-    engine.attention."""
-    environment = {**environment, **switches_of(attention)}
-    return tuple(name for name in SWITCHES if re.fullmatch(r"\s*[+-]?0+\s*", environment.get(name, "1")))
+def disabled_switches(attention: str = "auto") -> tuple[str, ...]:
+    """Returns the names of SWITCHES that are 0, in the environment or for a value of engine.attention."""
+    environment = {**os.environ, **switches_of(attention)}
+    return tuple(name for name in SWITCHES if environment.get(name) == "0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +157,7 @@ def te_refusal(
     kind = "any GPU"
     if gpu.capability is not None:
         kind = f"GPUs of compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-    line = f"has no kernel for {_words(attention, dtype)} on {kind}"
-    if _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
-        return f"{line} without {_flash_attn_to_install(gpu)}"
-    off = _in_the_way(attention, gpu, dtype)
-    return f"{line} with {', '.join(f'{name}=0' for name in off)}" if off else line
+    return f"has no kernel for {_words(attention, dtype)} on {kind}{_cures(attention, gpu, dtype)}"
 
 
 def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
@@ -185,18 +166,12 @@ def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel
     return {k for one in generations for k in kernels(attention, dataclasses.replace(gpu, capability=one), dtype)}
 
 
-def _in_the_way(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> list[str]:
-    """Returns the variables that switch off kernels for it."""
-    found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
-    return [name for name in SWITCHES if gpu.is_off(name) and SWITCHES[name] in found]
-
-
-def _flash_attn_to_install(gpu: Gpu) -> str:
-    """Returns "flash-attn 2", with versions of it if transformer-engine leaves out the one here."""
-    if gpu.flash_attn in (None, NOT_INSTALLED):
-        return "flash-attn 2"
-    bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
-    return f"flash-attn {bounds}; here is {gpu.flash_attn}"
+def _cures(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> str:
+    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables; "" for nothing."""
+    text = ""
+    if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
+        text = f" without flash-attn {flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)}"
+    return text + "".join(f" with {name}=0" for name in gpu.switched_off)
 
 
 def te_warning(
@@ -209,12 +184,9 @@ def te_warning(
     attention = AttentionShape.of(fields, dims)
     if _some(attention, gpu, dtype) != {"unfused"}:
         return None
-    cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
-    if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
-        cures.append(f"under {_flash_attn_to_install(gpu)}")
     what = "attention in float32" if dtype == torch.float32 else "attention"
-    line = f"{what} is the unfused one, whose memory grows with the square of a row"
-    return f"{line}; it does not {' or '.join(cures)}" if cures else line
+    cures = _cures(attention, gpu, dtype)
+    return f"{what}{cures} is the unfused one, whose memory grows with the square of a row"
 
 
 def kernels(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
@@ -227,10 +199,10 @@ def kernels(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> tuple[Ke
     if _without_cp_communication(attention, gpu) is not None:
         return ()
     answers: dict[Kernel, bool] = {
-        "fused": _fused(attention, gpu, dtype) and not gpu.is_off("NVTE_FUSED_ATTN"),
-        "flash": _flash(attention, gpu, dtype) and not gpu.is_off("NVTE_FLASH_ATTN"),
+        "fused": _fused(attention, gpu, dtype) and "NVTE_FUSED_ATTN" not in gpu.switched_off,
+        "flash": _flash(attention, gpu, dtype) and "NVTE_FLASH_ATTN" not in gpu.switched_off,
         # materialises the scores; every generation and type has it, and context parallelism has not
-        "unfused": attention.cp == 1 and not gpu.is_off("NVTE_UNFUSED_ATTN"),
+        "unfused": attention.cp == 1 and "NVTE_UNFUSED_ATTN" not in gpu.switched_off,
     }
     return tuple(kernel for kernel, serves in answers.items() if serves)
 
@@ -262,7 +234,6 @@ def _flash(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> bool:
     bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
     second = (
         (gpu.flash_attn is None or bounds.take(gpu.flash_attn))
-        and not gpu.is_off("NVTE_FLASH_ATTN_V2")
         and gpu.capability >= (8, 0)
         and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
     )

@@ -210,10 +210,10 @@ def _capturing() -> Iterator[None]:
     0.19.2). Nothing draws: dropout is refused.
 
     DDP keeps autograd's nodes of parameters, which were made on the default stream. A backward pass would wait there.
-    torch lets them run on the stream of the capture; a build before 2.13.0 may not, and refuses the capture.
+    torch lets them run on the stream of the capture.
     """
     tracker = get_cuda_rng_tracker()
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", lambda enabled: None)
+    override = torch.autograd.graph.set_override_stale_capture_stream
     tracker.fork = lambda *_: contextlib.nullcontext()
     override(True)
     try:

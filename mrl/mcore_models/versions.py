@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import re
 
 from packaging.version import InvalidVersion, Version
 
@@ -13,19 +12,11 @@ NOT_INSTALLED = Version("0")
 
 
 def version_of(package: str) -> Version:
-    """Returns the version that pip knows of a package, or NOT_INSTALLED.
-
-    A build from a changed clone may have no valid version ("2.8.3-dirty"). Then its first numbers count.
-    """
+    """Returns the version that pip knows of a package; NOT_INSTALLED if it is none."""
     try:
-        text = importlib.metadata.version(package) or ""  # of an installation that broke off it is None
-    except importlib.metadata.PackageNotFoundError:
+        return Version(importlib.metadata.version(package))
+    except (importlib.metadata.PackageNotFoundError, InvalidVersion):
         return NOT_INSTALLED
-    try:
-        return Version(text)
-    except InvalidVersion:
-        numbers = re.match(r"\d+(\.\d+)*", text)
-        return NOT_INSTALLED if numbers is None else Version(numbers[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +32,17 @@ class FlashAttnBounds:
         return self.least <= version and (version <= self.most if self.included else version < self.most)
 
     def __str__(self) -> str:
-        if self.included:
-            return f"{self.least} to {self.most}, which {self.most}+cu13 is above"
-        return f"from {self.least} and below {self.most}"
+        return f"{self.least} {'to' if self.included else 'and below'} {self.most}"
 
 
 def flash_attn_bounds(transformer_engine: Version | None, *, blackwell: bool) -> FlashAttnBounds:
-    """Returns the bounds of a version of transformer-engine; None and NOT_INSTALLED for the newest that is known.
+    """Returns the bounds of a version of transformer-engine; None for the newest that is known.
 
     Source: FlashAttentionUtils in attention/dot_product_attention/utils.py and its use in backends.py, of each release
     from 2.3 to 2.20. blackwell: compute capability 10.0 and up.
     """
     least = Version("2.7.3" if blackwell else "2.1.1")
-    for since, most in (("2.19", "2.8.4"), ("2.10", "2.8.3"), ("2.6", "2.8.1"), ("0", "2.7.4.post1")):
-        if transformer_engine in (None, NOT_INSTALLED) or transformer_engine >= Version(since):
+    for since, most in (("2.19", "2.8.4"), ("2.10", "2.8.3"), ("2.6", "2.8.1")):
+        if transformer_engine is None or transformer_engine >= Version(since):
             return FlashAttnBounds(least, Version(most), included=since != "2.19")
-    raise AssertionError(f"{transformer_engine} is below 0")
+    return FlashAttnBounds(least, Version("2.7.4.post1"), included=True)

@@ -169,17 +169,11 @@ class CachedStep:
     @functools.cached_property
     def decoding(self) -> int:
         """Returns how many leading sequences have one new token."""
-        count = len(self.new_lengths)
-        # count runs in C, the search below does not, and most steps only decode
-        if self.new_lengths.count(1) == count:
-            return count
-        return next(i for i, new in enumerate(self.new_lengths) if new != 1)
+        return next((i for i, new in enumerate(self.new_lengths) if new != 1), len(self.new_lengths))
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Returns the index [T] of each token in its sequence."""
-        if self.decoding == len(self.new_lengths):
-            return devices.tensor_on(self.device, self.cached_lengths)
         pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
         return devices.tensor_on(self.device, [old + i for new, old in pairs for i in range(new)])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import psutil
@@ -70,10 +69,7 @@ def calibrate(
                 tell(f"timing stage {stage} in the {phase.name}")
                 rank = stage * (role.dims.world_size // role.dims.pp)
                 [needed] = [use.total for use in made.uses if (use.phase, use.stage) == (phase.name, stage)]
-                try:
-                    times[kind.same] = run(config, role.dims, rank, lengths, made.phases.entropy, needed)
-                except BrokenProcessPool as error:
-                    raise _no_memory(f"the process of stage {stage} was ended") from error
+                times[kind.same] = run(config, role.dims, rank, lengths, made.phases.entropy, needed)
         where = times[kinds[0].same][1]
         estimated = _with_costs(made, phase, estimated_times(role.trains, made.gpu, efficiency))
         measured = _with_costs(made, phase, [times[kind.same][0] for kind in kinds])
@@ -109,17 +105,9 @@ def time_here(
     free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
     stage = dims.coordinates(rank).pp_rank
     if needed > free:
-        raise _no_memory(f"stage {stage} needs {units.size(needed)}, and {units.size(free)} are free here")
-    try:
-        return time_stage(config, dims, rank, lengths, entropy)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # a CPU's has no type
-            raise _no_memory(f"stage {stage} found too little memory here") from error
-        raise
-
-
-def _no_memory(why: str) -> UserError:
-    return UserError("--calibrate", why=why, fix="divide the model more, or give smaller micro-batches")
+        why = f"stage {stage} needs {units.size(needed)}, and {units.size(free)} are free here"
+        raise UserError("--calibrate", why=why, fix="divide the model more, or give smaller micro-batches")
+    return time_stage(config, dims, rank, lengths, entropy)
 
 
 def lines(made: Plan, one: Calibration) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from mrl.config.phases import SAMPLING_RANKS, Phase
 from mrl.plan import units
-from mrl.plan.memory import MemoryUse, RolePlan
+from mrl.plan.memory import RolePlan
 from mrl.plan.planner import Plan
 from mrl.words import pluralize
 
@@ -101,27 +103,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     rows = []
     for phase in dict.fromkeys(use.phase for use in plan.uses):
         of_phase = [use for use in plan.uses if use.phase == phase]
-        for use in _differing(of_phase):
-            name = phase if len(of_phase) == 1 else f"{phase}, {_stages_like(use, of_phase)}"
+        for _, run in itertools.groupby(of_phase, key=lambda use: dataclasses.replace(use, stage=0)):
+            use, *alike = run
+            name = phase
+            if alike:
+                name += f", stages {use.stage}-{alike[-1].stage}"
+            elif len(of_phase) > 1:
+                name += f", stage {use.stage}"
             values = [getattr(use, column) for column in columns] + [use.total]
             rows.append([name, *("unknown" if value is None else f"{value / scale:.2f}" for value in values)])
     yield from table([head, *rows])
-
-
-def _figures(use: MemoryUse) -> tuple[int | None, ...]:
-    return tuple(getattr(use, name) for name in _COLUMNS)
-
-
-def _differing(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """Returns the first of each run of stages that hold the same."""
-    return [use for i, use in enumerate(uses) if i == 0 or _figures(use) != _figures(uses[i - 1])]
-
-
-def _stages_like(use: MemoryUse, uses: Sequence[MemoryUse]) -> str:
-    last = use.stage
-    while last + 1 < len(uses) and _figures(uses[last + 1]) == _figures(use):
-        last += 1
-    return f"stage {use.stage}" if last == use.stage else f"stages {use.stage}-{last}"
 
 
 def _update(plan: Plan, phase: Phase) -> Iterator[str]:

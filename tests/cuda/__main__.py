@@ -45,7 +45,10 @@ def counts(arguments: argparse.Namespace) -> int:
         for each in chosen:
             if each.te not in workers:
                 workers[each.te] = stack.enter_context(Worker(te=each.te))
-            one, two = (workers[each.te].call("tests.cuda.counts:count", each, layers) for layers in (1, 2))
+            one, two = (
+                workers[each.te].call("tests.cuda.counts:count", each, layers, lines=bool(arguments.lines))
+                for layers in (1, 2)
+            )
             found, ceilings = count_cases.figures(each, one, two), file["ceilings"].get(str(each), {})
             print(f"{each}", flush=True)
             for name, n in found.items():

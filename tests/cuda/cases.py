@@ -85,12 +85,11 @@ class Result:
     syncs: dict[str, float]  # waits of the host in a micro-batch's forward and backward, by line
     step_syncs: dict[str, int]  # in the optimizer step
     updated: int  # parameters that it updates on this rank
-    held: dict[
-        str, int
-    ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
+    held: dict[str, int]  # bytes of parameters, gradients and optimizer, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
     unordered: set[str] = dataclasses.field(default_factory=set)  # operators that add in no fixed order (order.py)
     replays: int = 0  # of CUDA graphs
+    operators: dict[str, int] = dataclasses.field(default_factory=dict)  # how often each is called
     of_te: set[str] = dataclasses.field(default_factory=set)  # transformer-engine's that move experts' rows
 
 
@@ -153,13 +152,10 @@ OF_EACH_FAMILY = [
 # What runs on each push: three families, on which each option and each kind of layout is once.
 PUSHED = [
     _case(DENSE, world=4, tp=2, recompute="selective", modules=("core_attn", "layernorm"), muon=True),
-    _case(DENSE, world=2, tp=2, lora=True),
-    _case(DENSE, world=2, cp=2, lengths=(5000, 229)),
     _case(DENSE, world=16, rank=9, tp=2, pp=2, vpp=2, cp=2),
     _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING, bf16_moments=True),
-    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, router_losses=True),
+    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1, router_losses=True, optimizer_on_host=True),
     _case(MOE, world=4, ep=2, lora=True),
-    _case(MOE, world=4, ep=2, optimizer_on_host=True),
     _case(MOE, recompute="full", router_losses=True, bf16_moments=True),
     _case(LATENT, world=4, rank=2, pp=2, ep=2, mtp=True, detached=True),
 ]

@@ -132,13 +132,6 @@ def figures(row: Row, one: Counted, two: Counted) -> dict[str, float]:
     }
 
 
-def step(found: dict[str, float], layers: int, micro_batches: int) -> float:
-    """Returns operations of an update and an optimizer step."""
-    each = layers * found["layer and micro-batch"] + found["head and micro-batch"]
-    once = layers * (found["layer"] + found["optimizer, layer"])
-    return micro_batches * each + once + found["rest of an update"] + found["optimizer, rest"]
-
-
 # -- ceilings ----------------------------------------------------------------------------------------------------------
 
 COMMAND = "python -m tests.cuda counts --lower"

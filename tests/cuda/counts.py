@@ -19,32 +19,32 @@ SEQUENCES = 64
 
 
 class _Counter:
-    """Counts by part of a step. kernels: calls of transformer-engine's."""
+    """Counts by part of a step. kernels: calls of transformer-engine's. lines: whether lines of code are noted, too."""
 
-    def __init__(self, kernels: Counter[str]) -> None:
+    def __init__(self, kernels: Counter[str], lines: bool) -> None:
         self.counted = Counted({}, {})
-        self._kernels = kernels
+        self._kernels, self._lines = kernels, lines
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         before = Counter(self._kernels)
-        with Operations(lines=True) as operations:
+        with Operations(lines=self._lines) as operations:
             yield
         of_te = self._kernels - before
         self.counted.operators[name] = operations.operators + of_te
         self.counted.lines[name] = operations.lines + of_te
 
 
-def count(row: Row, layers: int) -> Counted:
+def count(row: Row, layers: int, *, lines: bool = False) -> Counted:
     """Returns the operations of each part of a steady step, for a model of so many layers."""
     case, kernels = row.case(layers), Counter[str]()
     if row.te:
         from tests.cuda import te_update
 
         kernels = te_update.prepare((9, 0)).calls
-    counter = _Counter(kernels)
+    counter = _Counter(kernels, lines)
     if row.decodes:
-        found = decoding.steps(case, sequences=SEQUENCES, cuda_graphs=row.graphs)
+        found = decoding.steps(case, sequences=SEQUENCES, cuda_graphs=row.graphs, lines=lines)
         return Counted({"step": found.operators, "capture": found.captured}, {"step": found.code})
     given = run._Given(case)
     with run.on_one_rank(case, given) as (folder, _):

@@ -53,11 +53,12 @@ def steps(
     te_like: bool = False,
     filters: dict[str, Any] | None = None,
     asks: bool = False,
+    lines: bool = False,
 ) -> Found:
     """What the steps from `SHORT` to `LONG` new tokens take, of which none has a prompt.
 
     te_like: of modules of plain torch that stand for transformer-engine's. filters: of `SamplingParams`. asks: a layer
-    reads a tensor on the host, which no capture takes.
+    reads a tensor on the host, which no capture takes. lines: of operations are noted.
     """
     fake.join_world(case.rank, case.world)
     from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
@@ -67,8 +68,8 @@ def steps(
     from mrl.mcore_models import decode_graphs, decoder
     from tests.engine import te_like as modules
 
-    lines: list[str] = []
-    decode_graphs.logger.warning = lambda text, *of: lines.append(text % of)
+    said: list[str] = []
+    decode_graphs.logger.warning = lambda text, *of: said.append(text % of)
     if asks:
         attend = decoder._GroupedAttention.__call__
         decoder._GroupedAttention.__call__ = lambda layer, x, *rest: (x.sum().item(), attend(layer, x, *rest))[1]
@@ -92,7 +93,7 @@ def steps(
                 GenerateRequest([3 + i] * PROMPT, new, sampling=SamplingParams(**filters or {}))
                 for i in range(sequences)
             ]
-            with Operations(lines=True) as operations:
+            with Operations(lines=lines) as operations:
                 completions = engine.generate(requests, cuda_graphs=cuda_graphs)
             assert [len(c.tokens) for c in completions] == [new] * sequences
             found.append((dict(run.syncs), run.replays, operations))
@@ -101,7 +102,7 @@ def steps(
         layers = {type(m).__name__ for chunk in engine.model.chunks for m in chunk.decoder.layers.modules()}
         return Found(
             {line: n for line, n in each.items() if n}, (more - some) / (LONG - SHORT),
-            lines, layers, many.operators - few.operators, many.lines - few.lines,
+            said, layers, many.operators - few.operators, many.lines - few.lines,
             many.captured,
         )  # fmt: skip
 

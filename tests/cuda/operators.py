@@ -1,24 +1,15 @@
-"""Counts the operators that an update dispatches, by name."""
+"""Operators of a transformers model, and an update without mrl's kernels."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
-
-from tests.cuda import fake, order, run  # before torch: fake.py says what torch is here
+from tests.cuda import fake, run  # before torch: fake.py says what torch is here
 
 import torch  # isort: skip
 from tests.cuda.cases import Case, Result
 
 
-def count(case: Case) -> dict[str, int]:
-    """Of the Megatron engine."""
-    return _counted(lambda: run.run(case))
-
-
 def count_of_transformers(family: str) -> dict[str, int]:
-    """Of a tiny transformers model in bfloat16, as backend fsdp builds it."""
+    """How often each operator is called by a tiny transformers model in bfloat16, as backend fsdp builds it."""
     from transformers import AutoModelForCausalLM
 
     from mrl.engine.fsdp import fused
@@ -28,14 +19,11 @@ def count_of_transformers(family: str) -> dict[str, int]:
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
     fused.use_kernels(hf)  # which looks at numbers
-
-    def step() -> None:
-        with fake.Fake():
-            hf.to_empty(device="cuda")
-            tokens = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
-            hf(input_ids=tokens, use_cache=False).logits.sum().backward()
-
-    return _counted(step)
+    with fake.Fake() as watched:
+        hf.to_empty(device="cuda")
+        tokens = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
+        hf(input_ids=tokens, use_cache=False).logits.sum().backward()
+        return dict(watched.order.calls)
 
 
 def without_kernels(case: Case) -> Result:
@@ -44,19 +32,3 @@ def without_kernels(case: Case) -> Result:
 
     operators.CAN_COMPILE = False  # in this fork alone
     return run.run(case)
-
-
-def _counted(call: Callable[[], Any]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    dispatch = order.Unordered.__torch_dispatch__
-
-    def counted(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found[func._overloadpacket.__name__] += 1
-        return dispatch(self, func, types, args, kwargs)
-
-    order.Unordered.__torch_dispatch__ = counted
-    try:
-        call()
-    finally:
-        order.Unordered.__torch_dispatch__ = dispatch
-    return dict(found)

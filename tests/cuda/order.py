@@ -7,6 +7,7 @@ elements are added to once each, as at a token's label in the vocabulary or at i
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,15 +26,17 @@ OF_FLOATS = {"cumsum", "cumsum_"}
 
 
 class Unordered(TorchDispatchMode):
-    """Notes such operators on CUDA tensors, by name; and transformer-engine's of experts' rows."""
+    """Notes such operators on CUDA tensors, by name; transformer-engine's of experts' rows; and how often each is called."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.calls: Counter[str] = Counter()
         self.found: set[str] = set()
         self.of_te: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
+        self.calls[name] += 1
         along_rows = name in OF_ROWS and args[1] % args[0].dim() == 0
         of_floats = name in OF_FLOATS and args[0].is_floating_point()
         if (name in ATTENTION | ATOMIC or along_rows or of_floats) and args[0].device.type == "cuda":

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tests.cuda import fake
-from tests.cuda.operations import Operations
 
 
 class _Given(fake.Given):
@@ -59,23 +58,6 @@ def count() -> dict[str, Any]:
         except Exception as error:
             mixed = str(error).split(",")[0]
     return {"forward": forward, "backward": backward, "mixed": mixed}
-
-
-def launched() -> dict[str, dict[str, int]]:
-    """Returns the operations that are counted in a forward and a backward pass, which computes a part again."""
-    with fake.Fake(_Given()):
-        x, w = (torch.ones(4, 4, device="cuda", requires_grad=True) for _ in range(2))
-        with Operations() as forward:
-            room = torch.empty(4, device="cuda")
-            y = torch.utils.checkpoint.checkpoint(lambda t: (t.t() @ w).sin(), x, use_reentrant=False)
-            y[0].view(2, 2).detach()
-            torch.ones(4).add(1)
-            torch.ones(4).to("cuda")
-            del room
-        loss = y.sum()
-        with Operations() as backward:
-            loss.backward()
-    return {"forward": dict(forward.operators), "backward": dict(backward.operators)}
 
 
 def _kinds(watched: fake.Fake) -> dict[str, int]:

@@ -79,7 +79,9 @@ def run(case: Case) -> Result:
 
         result = update.make(case, folder, batch, watched.memory, watched.syncs, built)
         order = watched.order
-        return dataclasses.replace(result, unordered=order.found, of_te=order.of_te, replays=watched.replays)
+        return dataclasses.replace(
+            result, unordered=order.found, of_te=order.of_te, replays=watched.replays, operators=dict(order.calls)
+        )
 
 
 def waiting(case: Case) -> tuple[list[str], int]:

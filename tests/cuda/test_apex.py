@@ -29,13 +29,14 @@ def test_an_update_is_made_by_its_kernels(worker):
     assert result.tensors["states"] == result.tensors["masters"] == ["cuda torch.float32"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_moments_in_bfloat16_are_rounded_ones_of_torchs_adamw(worker):
     result, calls = worker.call("tests.cuda.apex:update", dataclasses.replace(CASE, bf16_moments=True))
     assert "adam" not in calls
     assert result.tensors["states"] == ["cuda torch.bfloat16", "cuda torch.float32"]  # moments, masters
 
 
+@pytest.mark.slow
 def test_sums_are_apart_where_the_weights_of_the_backward_pass_are_aliases(worker):
     _, calls = worker.call("tests.cuda.apex:update", dataclasses.replace(CASE, offload=("activations",)))
     assert "wgrad" not in calls and calls["adam"]

@@ -13,13 +13,13 @@ ONCE = {"mrl/ops/devices.py tolist synchronize": 1.0}
 
 
 GRAPHS, OF_TE = {"cuda_graphs": True}, {"cuda_graphs": True, "te_like": True}
-FAST = [(_case(model, spec="te"), OF_TE, 0) for model in (DENSE, MOE)]
+FAST = [(_case(MOE, spec="te"), OF_TE, 0)]
 OTHERS = [
     (_case(LATENT, spec="te"), OF_TE, 0),
     (_case(DELTA, world=2, tp=2), GRAPHS, 0),
 ]
 AT_NIGHT = [  # as above, of another family, or with another filter
-    (_case(DENSE, world=2, tp=2), GRAPHS, 0),
+    (_case(DENSE, spec="te"), OF_TE, 0),
     (_case(DENSE), {"filters": {"top_k": 20}}, 0),
     (_case(DENSE), {}, 0),
     (_case(MOE), {}, 0),
@@ -52,9 +52,10 @@ GROWTH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, options", in_tiers([], GROWTH[:1], GROWTH), ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model, options", GROWTH, ids=str)
 def test_operations_of_a_step_do_not_grow_with_sequences(worker, model, options):
-    """How many there are: test_counts.py."""
+    """How many there are of 64 sequences: test_counts.py."""
     case = _case(model)
     few, many = (worker.call("tests.cuda.decoding:steps", case, sequences=n, **options) for n in (5, 90))
     assert few.operations == many.operations > 0 and few.waits == many.waits == ONCE
@@ -71,6 +72,7 @@ def test_what_is_not_captured_runs_and_is_said_once(worker):
     )
 
 
+@pytest.mark.slow
 def test_the_decoder_takes_transformer_engines_modules(te_worker):
     """Its linears compute nothing here, so what generates is the decoder, of prompts too."""
     found = te_worker.call("tests.cuda.decoding:steps", _case(DENSE, spec="te"), cuda_graphs=True)

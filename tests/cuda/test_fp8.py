@@ -22,7 +22,7 @@ def test_the_table_of_recipes_is_transformer_engines(te_worker):
 
 
 CASES = in_tiers(
-    [(DENSE, "tensorwise", (9, 0), {})],
+    [],
     [(DENSE, "mxfp8", (10, 0), {"tp": 2, "world": 2}), (EXPERTS, "blockwise", (9, 0), {})],
     [
         (DENSE, "tensorwise", (9, 0), {}),
@@ -56,7 +56,10 @@ def test_a_model_is_built_as_without_and_layers_compute_in_the_recipe(te_worker,
     assert plain.reached["self_attention.linear_proj"] == ("generic_gemm", "generic_gemm")
 
 
-@pytest.mark.parametrize("recipe, capability", [("tensorwise", (9, 0)), ("blockwise", (9, 0)), ("mxfp8", (10, 0))])
+@pytest.mark.parametrize(
+    "recipe, capability",
+    slow_but([("tensorwise", (9, 0))], [("tensorwise", (9, 0)), ("blockwise", (9, 0)), ("mxfp8", (10, 0))]),
+)
 def test_copies_of_weights_stay_as_they_are_and_leave_with_the_parameters(te_worker, recipe, capability):
     further = {"fp8": "hybrid", "fp8_recipe": recipe}
     found = te_worker.call("tests.cuda.te_fp8:copies_of_weights", DENSE, further, capability)
@@ -64,7 +67,7 @@ def test_copies_of_weights_stay_as_they_are_and_leave_with_the_parameters(te_wor
     assert (found["inside"], found["after"], found["handed_over"]) == (4, 0, 0)
 
 
-@pytest.mark.parametrize("recompute", slow_but(["full"], ["full", "selective"]))
+@pytest.mark.parametrize("recompute", in_tiers([], ["full"], ["full", "selective"]))
 def test_recomputation_is_transformer_engines_in_fp8(te_worker, recompute):
     """Its checkpoint computes again with the recipe of the first pass; without FP8 megatron's own does."""
     further = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}

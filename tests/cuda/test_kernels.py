@@ -7,57 +7,32 @@ import pytest
 from tests.cuda.cases import DELTA, DENSE, GLM, LATENT, MOE, Case
 from tests.cuda.models import fewer_experts
 
-MICRO_BATCHES = 2
 PLAIN = ("_fused_rms_norm", "silu", "silu_backward")
 """What torch's own norm and SwiGLU would dispatch."""
 
+# of two layers and a micro-batch
+OF_LAYERS = [
+    (Case(DENSE, layers=2), {"rms_norm": 9, "rms_norm_backward": 9, "rotary": 4, "swiglu": 2, "swiglu_backward": 2, "cos": 1, "sin": 1}),
+    # the layers run again, and the angles stay
+    (Case(DENSE, layers=2, recompute="full"), {"rms_norm": 17, "rms_norm_backward": 9, "rotary": 6, "swiglu": 4, "cos": 1, "sin": 1}),
+    (Case(MOE, layers=2, grouped=True, changes=fewer_experts(MOE, 8)), {"swiglu": 2, "swiglu_backward": 2, "rotary": 4}),
+    (Case(GLM, layers=2, changes=fewer_experts(GLM, 8)), {"rotary": 4}),  # with channels that do not turn
+    # the few channels of queries and keys that turn are one kernel a layer
+    (Case(LATENT, layers=2, changes=fewer_experts(LATENT, 16) | {"first_k_dense_replace": 1}), {"rms_norm": 9, "rotary": 4}),
+]  # fmt: skip
 
-def counted(worker, model, **options):
-    """Returns how often an operator runs in a micro-batch of two layers."""
-    changes = fewer_experts(model, 8) if model in (MOE, GLM) else options.pop("changes", {})
-    case = Case(model, layers=2, micro_batches=MICRO_BATCHES, changes=changes, **options)
-    found = worker.call("tests.cuda.operators:count", case)
+
+@pytest.mark.parametrize("case, wanted", OF_LAYERS, ids=str)
+def test_layers_call_kernels(worker, case, wanted):
+    found = worker.call("tests.cuda.run:run", case).operators
     assert not [name for name in PLAIN if name in found]
-    return {name: count / MICRO_BATCHES for name, count in found.items()}
-
-
-def test_dense_layers(worker):
-    found = counted(worker, DENSE)
-    assert (found["rms_norm"], found["rms_norm_backward"]) == (2 * 4 + 1, 2 * 4 + 1)
-    assert (found["rotary"], found["swiglu"], found["swiglu_backward"]) == (2 * 2, 2, 2)
-    assert (found["cos"], found["sin"]) == (1, 1)
-
-
-def test_recomputed_layers(worker):
-    """The layers run again, and the angles stay."""
-    found = counted(worker, DENSE, recompute="full")
-    assert (found["rms_norm"], found["rms_norm_backward"]) == (2 * 4 * 2 + 1, 2 * 4 + 1)
-    assert (found["rotary"], found["swiglu"]) == (2 * 3, 2 * 2)
-    assert (found["cos"], found["sin"]) == (1, 1)
-
-
-def test_experts_with_their_weights(worker):
-    found = counted(worker, MOE, grouped=True)
-    assert (found["swiglu"], found["swiglu_backward"], found["rotary"]) == (2, 2, 2 * 2)
-
-
-def test_channels_that_do_not_turn(worker):
-    found = counted(worker, GLM)
-    assert found["rotary"] == 2 * 2
-
-
-def test_latent_attention(worker):
-    """Its norms and MLPs, and the few channels of queries and keys that turn, in one kernel a layer."""
-    changes = fewer_experts(LATENT, 16) | {"first_k_dense_replace": 1}
-    found = counted(worker, LATENT, changes=changes)
-    assert (found["rms_norm"], found["rotary"]) == (2 * 4 + 1, 2 * 2)
+    assert {name: found[name] / case.micro_batches for name in wanted} == wanted
 
 
 def test_gated_attention_and_delta_nets(worker):
     """Qwen3.5: norms by 1 + weight. A delta net's gated norm is torch's."""
-    found = worker.call(
-        "tests.cuda.operators:count", Case(DELTA, layers=2, micro_batches=1, changes={"full_attention_interval": 2})
-    )
+    case = Case(DELTA, layers=2, micro_batches=1, changes={"full_attention_interval": 2})
+    found = worker.call("tests.cuda.run:run", case).operators
     assert (found["rms_norm"], found["rotary"], found["swiglu"]) == (2 * 2 + 2 + 1, 2, 2)
 
 

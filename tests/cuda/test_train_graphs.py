@@ -11,9 +11,12 @@ from tests.cuda.te_cases import te_case
 from tests.tiers import in_tiers
 
 PASSES = {"graphs": sum(LENGTHS), "micro_batches": BEFORE_CAPTURE + 2}
-FAST = [_case(DENSE, world=2, tp=2, **PASSES), _case(MOE, router_losses=True, **PASSES)]
-OTHERS = [_case(DENSE, world=2, **PASSES), _case(MOE, world=2, tp=2, etp=1, **PASSES)]
-AT_NIGHT = [_case("mistralai/Mistral-7B-v0.1", head="value", muon=True, **PASSES), _case(DENSE, calls=2, **PASSES)]
+FAST = [_case(MOE, world=2, tp=2, etp=1, router_losses=True, **PASSES)]
+OTHERS = [_case(DENSE, world=2, **PASSES)]
+AT_NIGHT = [
+    _case(DENSE, world=2, tp=2, **PASSES), _case(MOE, router_losses=True, **PASSES),
+    _case("mistralai/Mistral-7B-v0.1", head="value", muon=True, **PASSES), _case(DENSE, calls=2, **PASSES),
+]  # fmt: skip
 
 
 def replayed(case, result):
@@ -50,6 +53,7 @@ def test_layers_that_wait_are_refused(worker, te_worker):
         te_worker.call("tests.cuda.te_update:update", te_case(MOE, **PASSES), (9, 0))
 
 
+@pytest.mark.slow
 def test_a_capture_that_waits_is_refused_with_one_line(worker):
     """Layers of experts with biases: a config with them is refused before, by name."""
     said, replays = worker.call("tests.cuda.run:waiting", _case(SINKS, layers=1, **PASSES))

@@ -35,7 +35,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case, overlaps", in_tiers(CASES[:1], [CASES[1], CASES[3], CASES[6]], CASES), ids=str)
+@pytest.mark.parametrize("case, overlaps", in_tiers([], [CASES[1], CASES[3]], CASES), ids=str)
 def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
     found, plain = (
         te_worker.call("tests.cuda.te_update:update", each, (9, 0))
@@ -55,11 +55,11 @@ def test_an_update_communicates_beside_its_products(te_worker, case, overlaps):
 def test_buffers_are_as_large_as_a_plan_says(te_worker):
     from mrl.mcore_models.userbuffers import BufferShape
 
-    for scattering, further in ((("qkv", "fc1"), {"tp_comm_overlap_rs_dgrad": True}), ((), {})):
-        cases = [dataclasses.replace(CASE, calls=1, megatron=given) for given in (ON | further, {})]
-        with_them, without = (te_worker.call("tests.cuda.te_update:update", case, (9, 0)).result for case in cases)
-        wanted = BufferShape(1000, 4096, 2, scattering, "nccl")
-        assert with_them.after_init - without.after_init == wanted.nbytes
+    ring = ON | {"tp_comm_overlap_rs_dgrad": True}
+    cases = [dataclasses.replace(CASE, calls=1, micro_batches=1, layers=1, megatron=given) for given in (ring, {})]
+    with_them, without = (te_worker.call("tests.cuda.te_update:update", case, (9, 0)).result for case in cases)
+    wanted = BufferShape(1000, 4096, 2, ("qkv", "fc1"), "nccl")
+    assert with_them.after_init - without.after_init == wanted.nbytes
 
 
 def test_linear_layers_are_given_them_and_experts_and_decoding_are_not(te_worker):

@@ -126,7 +126,7 @@ def test_a_resume_builds_the_layers_that_its_checkpoint_was_trained_with(tmp_pat
 def test_a_kernel_that_is_asked_for_leaves_out_the_others(tmp_path):
     folder = tiny.make_model(str(tmp_path), "llama")
     config = tiny.role(folder, backend="megatron", optimizer=None, layer_spec="te", attention="fused")
-    expected = {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V2": None, "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+    expected = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
     assert run_case(1, f"{__name__}:with_attention", config=config) == expected
 
 

@@ -20,7 +20,7 @@ from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
-from tests.tiers import slow_but
+from tests.tiers import in_tiers, nightly_but
 
 T, H, V, PADDING = 7, 6, 300, 5
 DTYPES = [torch.float32, torch.bfloat16]
@@ -205,7 +205,7 @@ def shard_of_each_rank(columns_per_rank, labels):
 OF_RANKS = [(160, 3), (304, 1)]  # columns and labels; in the last, rank 1 has nothing but padding
 
 
-@pytest.mark.parametrize("columns, labels", slow_but(OF_RANKS[:1], OF_RANKS))
+@pytest.mark.parametrize("columns, labels", nightly_but(OF_RANKS[:1], OF_RANKS))
 def test_shards(columns, labels):
     run_case(2, "tests.kernels.test_head:shard_of_each_rank", columns_per_rank=columns, labels=labels)
 
@@ -228,7 +228,7 @@ ENGINES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family, layout, direct", slow_but(ENGINES[:2], ENGINES))
+@pytest.mark.parametrize("family, layout, direct", in_tiers(ENGINES[:2], ENGINES[3:], ENGINES))
 def test_the_weights_gradient_goes_into_main_grad_unless_it_is_tied(tmp_path, family, layout, direct):
     """Over two mini-batches of one step. qwen2 is tied: autograd sums the gradients of both ends."""
     folder = tiny.make_model(str(tmp_path), family, layers=1, tied=family == "qwen2")

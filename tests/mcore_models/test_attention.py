@@ -122,14 +122,6 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window, extra):
         close(out, whole[at])
 
 
-def test_each_layer_has_a_cache_of_its_own():
-    q, k, v = tokens()
-    cache = KVCache(len(LENGTHS), max(LENGTHS))
-    for layer in (1, 2):
-        cached(attention(layer=layer), cache, q, k, v, [0] * 5, LENGTHS)
-    assert sorted(cache.layers) == [1, 2] and cache.layers[1][0].shape == (5, G, max(LENGTHS), D)
-
-
 def test_masks_are_aligned_to_the_end_of_the_keys():
     assert causal_mask(2, 4, None, torch.device("cpu")).tolist() == [[True, True, True, False], [True] * 4]
     assert causal_mask(2, 4, 2, torch.device("cpu")).tolist() == [

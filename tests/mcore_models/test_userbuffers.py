@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 
 import pytest
 
@@ -47,8 +46,6 @@ def test_fields_that_go_together():
         ({"moe_shared_expert_overlap": True}, "needs one queue to the GPU, and .* several"),
     ):
         says(f"true {why}; leave out one of them", userbuffers.check_fields, ON | given)
-    says("true is for what mrl does not have: transformer-engine no longer reads it, .*; leave it out",
-         check, ON | {"tp_comm_split_ag": True}, at="engine.megatron.tp_comm_split_ag")  # fmt: skip
 
 
 def test_configs_that_have_it():
@@ -71,13 +68,6 @@ def test_published_models_have_it(model):
     engine = ENGINE if model else EngineConfig()
     fields = fields_of(normalize(COMMON | MODELS[model or "deepseek-ai/DeepSeek-V3"]))
     userbuffers.check_model(engine, fields, DIMS if model else ParallelDims(), **MOST)
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_the_longest_sequence_and_ranks_that_have_it(tp):
-    """1001 tokens are padded to a multiple of the ranks, and a sequence may have all of that."""
-    longest = {2: 1002, 4: 1004, 8: 1008}[tp]
-    userbuffers.check_model(ENGINE, DENSE, ParallelDims(8, tp=tp, sp=True), **MOST | {"longest": longest})
 
 
 def test_models_layouts_and_sequences_that_have_not():
@@ -130,12 +120,6 @@ def test_a_sequence_that_no_micro_batch_holds_is_refused_before_a_run():
         "engine.micro_batch.tokens: value 1001 is less than 1005 (data.max_length 1005), and with "
         "engine.megatron.tp_comm_overlap no micro-batch can have more; give at least 1005"
     )
-
-
-def test_megatron_must_not_switch_it_off():
-    userbuffers.check_built(types.SimpleNamespace(tp_comm_overlap=True))
-    says("true was switched off by megatron-core .*; leave it out",
-         userbuffers.check_built, types.SimpleNamespace(tp_comm_overlap=False))  # fmt: skip
 
 
 def test_a_run_asks_each_before_a_model_is_built():

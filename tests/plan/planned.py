@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.checks import parallel_dims
@@ -19,8 +20,9 @@ from tests.cuda import models, update
 from tests.cuda.cases import Case
 
 
-def held(case: Case, *, kernels: bool = False) -> list[dict[str, int]]:
-    """Bytes of parameters, buffers, gradients, optimizer and activations on every rank: a list by rank. kernels: of mrl's."""
+def held(case: Case, *, kernels: bool = False) -> list[dict[str, Any]]:
+    """Bytes of parameters, buffers, gradients, optimizer and activations on every rank: a list by rank. kernels: of mrl's.
+    FLOPs of a micro-batch's forward and backward passes in each chunk."""
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     if case.lora:
         models.write_zeros(folder)
@@ -39,15 +41,9 @@ def held(case: Case, *, kernels: bool = False) -> list[dict[str, int]]:
             "parameters": stage.parameters, "buffers": stage.buffers, "gradients": stage.gradients,
             "optimizer": stage.optimizer(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank),
             "activations": most_activations(order, stage.chunks, case.micro_batches),
+            "flops": [(chunk.forward_flops, chunk.backward_flops) for chunk in stage.chunks],
         })  # fmt: skip
     return found
-
-
-def flops(case: Case, *, kernels: bool = False) -> list[tuple[float, float]]:
-    """FLOPs of a micro-batch's forward and backward passes in each chunk of the first rank."""
-    config = update.config_of(case, models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes))
-    stage = meta.measure(config, parallel_dims(config.engine.parallel, case.world), 0, case.lengths, kernels=kernels)
-    return [(chunk.forward_flops, chunk.backward_flops) for chunk in stage.chunks]
 
 
 def sharded(config: RoleConfig, world: int) -> list[dict[str, int]]:

@@ -20,7 +20,7 @@ from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
 from tests.engine import harness
 from tests.plan import timed
-from tests.tiers import slow_but
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 
 SMALL = NARROW | {"hidden_size": 64, "intermediate_size": 128}
@@ -39,7 +39,7 @@ def process():
         yield pool
 
 
-@pytest.mark.parametrize("case", slow_but([], CASES), ids=str)
+@pytest.mark.parametrize("case", in_tiers([], [CASES[0], CASES[2]], CASES), ids=str)
 def test_a_rank_alone_has_the_shapes_of_a_run(process, case):
     alone = process.submit(timed.alone, case)
     [real] = harness.run_world(case.world, [harness.Case("tests.plan.timed:real", {"case": case})])

@@ -1,4 +1,4 @@
-"""The order of passes is megatron's own, and the bubble is the share of slots in which a stage has nothing to do."""
+"""The order of passes is megatron's own, and the bubble is the share of time in which a stage has nothing to do."""
 
 from __future__ import annotations
 
@@ -32,46 +32,6 @@ def test_passes_are_those_of_megatron(case):
     for stage, seen in enumerate(found.get()):
         expected = schedule.passes(stage, pp=case.pp, vpp=case.vpp, micro_batches=case.micro_batches)
         assert [(one.forward, one.chunk if one.forward else -1) for one in expected] == seen, f"stage {stage}"
-    for backward_slots in (1, 2):
-        ones = [[1.0] * case.vpp for _ in range(case.pp)]
-        later = [[float(backward_slots)] * case.vpp for _ in range(case.pp)]
-        line = schedule.timeline(ones, later, micro_batches=case.micro_batches)
-        assert line.bubble == pytest.approx(_idle_share(found.get(), case, backward_slots))
-
-
-def _idle_share(orders: list[list[tuple[bool, int]]], case: Case, backward_slots: int) -> float:
-    """The share of idle slots of the recorded order, counted slot by slot: a forward pass takes one, and a stage's next
-    pass begins once its neighbour's is done, without time between. Which micro-batch a pass is of follows from how often
-    its stage has had such a pass."""
-    ready: dict[tuple[bool, int, int], int] = {}  # (forward, virtual stage, number) -> slot after it
-    free = [0] * case.pp  # slot after the last pass of each stage
-    position, seen = [0] * case.pp, [{} for _ in range(case.pp)]
-    busy = slot = 0
-    last = case.pp * case.vpp - 1
-    while any(position[s] < len(orders[s]) for s in range(case.pp)):
-        for stage in range(case.pp):
-            if position[stage] == len(orders[stage]) or free[stage] > slot:
-                continue
-            forward, chunk = orders[stage][position[stage]]
-            if not forward:  # backward passes take chunks from the last to the first, as many of each at a time
-                so_far = sum(n for (f, _), n in seen[stage].items() if not f)
-                chunk = case.vpp - 1 - (so_far // case.pp) % case.vpp if case.vpp > 1 else 0
-            number = seen[stage].get((forward, chunk), 0)
-            place = chunk * case.pp + stage
-            if forward:
-                needs = (True, place - 1, number) if place else None
-            else:
-                needs = (False, place + 1, number) if place < last else (True, place, number)
-            if needs is not None and ready.get(needs, slot + 1) > slot:
-                continue
-            slots = 1 if forward else backward_slots
-            free[stage] = ready[forward, place, number] = slot + slots
-            seen[stage][forward, chunk] = number + 1
-            position[stage] += 1
-            busy += slots
-        slot += 1
-        assert slot < 10_000, "it waits for itself"
-    return 1 - busy / (case.pp * max(free))
 
 
 @pytest.mark.parametrize(("pp", "vpp", "count"), [(4, 1, 8), (8, 1, 64), (4, 2, 16), (8, 4, 32)])

@@ -10,24 +10,16 @@ from mrl.plan.gpus import GPUS, gpu_of
 from mrl.words import pluralize
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (12, "12 bytes"), (2048, "2.00 KiB"), (3 * 2**20, "3.00 MiB"), (5.72 * 2**30, "5.72 GiB")],
-)
-def test_sizes(count, text):
-    assert units.size(count) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (7.83, "7.83 s"), (0.0124, "12.40 ms"), (3.1e-6, "3.10 us")])
-def test_durations(seconds, text):
-    assert units.duration(seconds) == text
-
-
-def test_counts_and_flops():
-    assert pluralize(1, "micro-batch", "micro-batches") == "1 micro-batch"
-    assert pluralize(16384, "rank") == "16,384 ranks"
-    assert [pluralize(x, "epoch") for x in (1.0, 0.5, 3)] == ["1 epoch", "0.5 epochs", "3 epochs"]
+def test_units():
+    counts = {0: "0 bytes", 12: "12 bytes", 2048: "2.00 KiB", 3 * 2**20: "3.00 MiB", 5.72 * 2**30: "5.72 GiB"}
+    assert {count: units.size(count) for count in counts} == counts
+    times = {0: "0 s", 7.83: "7.83 s", 0.0124: "12.40 ms", 3.1e-6: "3.10 us"}
+    assert {seconds: units.duration(seconds) for seconds in times} == times
     assert units.flops(49.03e9) == "49.03 GFLOPs" and units.flops(7.5e5) == "750.00 kFLOPs"
+    assert (
+        pluralize(1, "micro-batch", "micro-batches") == "1 micro-batch" and pluralize(16384, "rank") == "16,384 ranks"
+    )
+    assert [pluralize(x, "epoch") for x in (1.0, 0.5, 3)] == ["1 epoch", "0.5 epochs", "3 epochs"]
 
 
 def test_a_gpu_by_its_figures():
@@ -37,9 +29,7 @@ def test_a_gpu_by_its_figures():
     assert mine.memory == GPUS["h200"].memory and mine.name.startswith("h200")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "h1000", "GB=0", "GB=", "GB=1e9", "h200,", "h200,TFLOPS", "h200,FAST=1", "PER_NODE=1.5"]
-)
+@pytest.mark.parametrize("text", ["", "GB=0", "GB=", "h200,TFLOPS", "h200,FAST=1", "PER_NODE=1.5"])
 def test_no_gpu(text):
     with pytest.raises(ConfigError, match=r"--gpu: .*; (give|write) "):
         gpu_of(text)

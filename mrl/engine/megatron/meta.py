@@ -38,7 +38,7 @@ from mrl.engine.megatron.meta_run import (
 )
 from mrl.kernels import operators
 from mrl.mcore_models import cpu_stand_in, fp8, megatron_fields, userbuffers
-from mrl.mcore_models.layer_spec import DTYPES, takes_te, unmeasured, wanted_spec
+from mrl.mcore_models.layer_spec import DTYPES, faster_locally, takes_te, wanted_spec
 from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal
 from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
@@ -298,11 +298,11 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     capability: the GPUs'; None if it is not known, and any generation may do.
     """
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
-    gpu = Gpu(capability, switched_off=disabled_switches(attention=config.engine.attention))
+    gpu = Gpu(capability, switched_off=disabled_switches(config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
     if wanted == "auto":
-        because = unmeasured(config.engine, fields, dims, dtype, lora=config.model.lora is not None)
-        return "te" if takes_te(fields, dims, gpu, dtype=dtype, unmeasured_because=because) else "local"
+        faster = faster_locally(config.engine, fields, dims, dtype, lora=config.model.lora is not None)
+        return "te" if takes_te(fields, dims, gpu, dtype=dtype, faster=faster) else "local"
     return "local" if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
