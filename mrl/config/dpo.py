@@ -26,7 +26,7 @@ class LossConfig(AnswerLossConfig):
         maximum=1000,
     )
     label_smoothing: float | None = key(
-        None, "for dpo: the assumed share of pairs with wrong labels (cDPO). null is 0", minimum=0, maximum=0.5
+        None, "for dpo: the assumed share of pairs with wrong labels (cDPO). null is 0", minimum=0, maximum=0.499
     )
     reference_free: bool | None = key(None, "for dpo: take the reference's log-ratio as 0. null is false")
     length_normalized: bool | None = key(

@@ -62,8 +62,6 @@ def generate(
         from_stdin = not (prompts or file is not None or chat or score)
         texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
         asked = bool(texts) or (from_stdin and not is_main)
-        if "" in prompts:
-            raise UserError("--prompt", "", "is no prompt", "give a text")
         _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=is_greedy)
         if tools is not None:
             from mrl.inference.prompts import read_tools
@@ -249,11 +247,7 @@ def _from_stdin() -> list[str]:
     """Returns the text on stdin as a prompt, where there is one."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
-    try:
-        text = sys.stdin.read()
-        text.encode()  # in some locales Python reads any bytes
-    except UnicodeError:
-        raise UserError("stdin", why="is no UTF-8", fix="give a text") from None
+    text = sys.stdin.read()
     return [text.removesuffix("\n")] if text.strip() else []
 
 

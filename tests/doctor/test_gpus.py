@@ -100,9 +100,8 @@ def test_what_torch_tried_on_them(programs):
 
 def test_no_gpu_is_a_note(programs, monkeypatch):
     assert look()["gpu"].what == "2 GPUs (NVIDIA H100 80GB HBM3); no nvidia-smi here"
-    monkeypatch.setattr(gpus, "_on_the_bus", lambda: False)
     monkeypatch.setattr(gpus.glob, "glob", lambda _: [])
     found = look(TORCH | {"count": 0, "gpus": [], "cuda": None})
     assert found["gpu"].level == "note" and len(found) == 1
-    monkeypatch.setattr(gpus, "_on_the_bus", lambda: True)
+    monkeypatch.setattr(gpus.glob, "glob", lambda _: ["/dev/nvidia0"])
     assert look(None)["gpu"].level == "warning"

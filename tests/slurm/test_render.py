@@ -21,7 +21,7 @@ from mrl.commands.slurm import COMMAND as SLURM_COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
-from mrl.launch.slurm.render import NAMES, Job, reads_of, render, template_text
+from mrl.launch.slurm.render import NAMES, Job, render, template_text
 from mrl.launch.slurm.servers import server_command
 from tests.bad_input.mistakes import PPO_CONFIG
 from tests.slurm import cluster, slurm_site
@@ -183,15 +183,6 @@ def test_a_template_of_ones_own(tmp_path, monkeypatch):
         assert own.read_text() == template_text(name)
         job, options = jobs()[name]
         assert render(job, dataclasses.replace(options, template=str(own))) == render(job, options)
-
-
-def test_an_image_that_a_template_asks_for_in_an_if_may_be_left_out(tmp_path):
-    own = tmp_path / "my.sbatch"
-    own.write_text(
-        '{% extends "bare.sbatch" %}{% block srun %}{% if image %}{{ image }} {{ mounts }}{% endif %}{% endblock %}'
-    )
-    reads = reads_of(dataclasses.replace(SITE, template=str(own)))
-    assert (reads.names, reads.needs) == ({"image", "mounts"}, {"mounts"})
 
 
 def test_examples_of_the_help_are_command_lines():
