@@ -295,10 +295,9 @@ def roots() -> dict[str, type]:
 
 def command_of(root: type) -> TrainingCommand:
     """Returns the command whose config is a `root`."""
-    for command_names in (own_names(), registered_commands()):
-        for command in training(command_names):
-            if command.root is root:
-                return command
+    for command in all_training():
+        if command.root is root:
+            return command
     raise LookupError(f"{root.__name__} is the config of no command")
 
 

@@ -72,8 +72,6 @@ def _without_smi(found: NvidiaSmi | None, torch: Mapping[str, Any] | None) -> Fi
     if torch is not None and seen:
         names = ", ".join(dict.fromkeys(gpu["name"] for gpu in torch["gpus"]))
         return ok("gpu", f"{pluralize(seen, 'GPU')} ({names}); no nvidia-smi here", gpus=torch["gpus"])
-    if torch is not None and torch["hip"]:
-        return note("gpu", "torch is built for AMD's GPUs, on which nothing of mrl has been tried")
     if glob.glob("/dev/nvidia[0-9]*"):
         what = "an NVIDIA GPU is in this machine, and no program here reaches it: models compute on the CPU"
         fix = "install its driver; start a container with --gpus all (docker) or --nv (apptainer)"

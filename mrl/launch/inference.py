@@ -190,10 +190,6 @@ def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, 
             raise ConfigError(key, why="is given by KEY=VALUE and by an option", fix="keep one of them")
         section, _, name = key.rpartition(".")
         (raw.setdefault(section, {}) if section else raw)[name] = list(value) if isinstance(value, tuple) else value
-    others = {"model": {"path": "-"}, "data": {"train": "-"}}
-    for section in ("rollout", "data", "model", "rewards"):
-        if not isinstance(raw.get(section, {}), dict):
-            build_section(EvalKeys, {**others, section: raw[section]}, "", EvalKeys)  # for what it refuses
     return raw
 
 

@@ -128,6 +128,7 @@ def _planned(
                 command, load(), lambda more: planned(load(more)), world_size, card, reserve, as_json, watch.detail
             )
         config = load()
+        preflight.check_engines(command, config)
         config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserve)
         if automatic.leaves_backend_open(config):
             choice = "" if config.rollout.ranks else "; a run may choose vllm"
@@ -221,10 +222,6 @@ def resolve_auto(
         card = min(cards, key=lambda gpu: gpu.memory)
         config, lines = _in_own_process(_plan_numbers, command, config, world_size, card, limit_s=LIMIT_S)
         return config, [*lines, *shared]
-    except BrokenProcessPool:
-        return automatic.with_defaults(command, config, "the process that planned ended early")
-    except TimeoutError:
-        return automatic.with_defaults(command, config, f"planning took more than {LIMIT_S:.0f} s")
     except Exception as error:  # of the driver too: no run ends because its plan fails
         return automatic.with_defaults(command, config, automatic.reason(error))
 

@@ -187,6 +187,18 @@ def _check_ranges(part: Part) -> None:
         check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
+def check_engines(command: TrainingCommand, config: Config) -> None:
+    """Raises ConfigError if keys of an engine do not go together, before `auto` gets a number."""
+    with quiet():
+        from mrl.engine.registry import checks_of
+
+        needed = command.needed(config)
+        for part in command.parts(config):
+            if part.role in needed:
+                with command.rewrite_error_keys(config, part.role):
+                    checks_of(part.engine.backend).check_config(part.model, part.engine)
+
+
 def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool) -> None:
     """Raises a UserError for a config.json that the engine would refuse:
 

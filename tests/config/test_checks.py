@@ -10,7 +10,7 @@ from mrl.config.schema import ParallelConfig, SFTConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp.checks import FSDPChecks
 from mrl.engine.megatron.checks import MegatronChecks, check_counts
-from mrl.errors import ConfigError, ModelError
+from mrl.errors import ConfigError
 from mrl.launch.preflight import choose_nproc
 from mrl.parallel import ParallelDims
 from tests.bad_input.mistakes import MODEL, MOE
@@ -78,12 +78,6 @@ def test_layouts_of_an_moe_model(parallel):
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         model = {key: value for key, value in (MODEL | MOE).items() if key != "num_experts"} | {name: 6}
         check_counts(config.engine, check_world(config, smallest_world(config.engine.parallel)), model)
-
-
-def test_a_config_json_without_layers_is_refused():
-    config = from_dict(base())
-    with pytest.raises(ModelError, match="num_hidden_layers"):
-        check_counts(config.engine, check_world(config, 1), {"model_type": "qwen3"})
 
 
 def test_a_model_that_reads_images_needs_the_fsdp_backend():

@@ -190,7 +190,7 @@ def test_the_suite_is_asked_for_an_engine_and_its_layouts(capsys):
     assert suite.degrees("4:tp=2,pp=2") == ("tp2 pp2 on 4", (4, {"tp": 2, "pp": 2}))
     with pytest.raises(SystemExit) as end:
         suite.main(["plian"])
-    assert end.value.code == 2 and "(did you mean plain?)" in capsys.readouterr().err
+    assert end.value.code == 2 and "is no engine; give one of megatron, fsdp, plain" in capsys.readouterr().err
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
