@@ -28,7 +28,7 @@ setup(
         "megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # the versions whose functions were read (mrl/patches.toml)
         "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions
         "transformers>=5",
-        "click>=8.1",
+        "click>=8.2",
         "wandb>=0.20",
         "datasets>=4",  # `datasets` folders and hub ids
         "filelock>=4.2",  # of runs, conversions and the cache of line positions

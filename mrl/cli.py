@@ -15,8 +15,8 @@ import sys
 import textwrap
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -36,7 +36,7 @@ from mrl.commands import (
 )
 from mrl.config.command import TrainingCommand, all_training, names, record
 from mrl.config.keys import walk_keys
-from mrl.errors import ConfigError, Shown, Stopped, UserError
+from mrl.errors import ConfigError, Stopped, UserError
 from mrl.launch.slurm import ending
 
 INTERRUPTED = (
@@ -49,30 +49,14 @@ EXAMPLES = """
     mrl config ppo rollout               what the keys of a section mean"""
 
 
-FOREIGN_COMMANDS = {
-    "train": "mrl sft CONFIG fine-tunes, mrl dpo and mrl rm learn from preferences, mrl ppo is reinforcement learning",
-    "export": "mrl convert export RUN OUT writes a Hugging Face folder",
-    "merge": "mrl convert export RUN OUT merges adapters into the model",
-    "import": "mrl convert import HF_DIR OUT writes an mcore checkpoint",
-    "chat": "mrl generate MODEL --chat talks on the terminal",
-    "evaluate": "mrl eval MODEL TASK measures a model",
-    "tokenize": "mrl data show CONFIG shows what rows become; a run tokenizes them itself",
-}
-"""Words of other trainers that are no command here -> what to write."""
-
-
 class _LazyCommands(Mapping[str, click.Command]):
     """Name -> command, each made when it is asked for."""
 
     def __getitem__(self, name: str) -> click.Command:
         try:
-            of = record(name)
-            if not isinstance(of, TrainingCommand | Command | Group):
-                why = f"is registered with a {type(of).__name__}, which is no record of a command"
-                raise ConfigError(f"mrl {name}", why=why, fix="mend or uninstall that package")
+            return _made(name, record(name))
         except ConfigError as error:
             return _broken(name, error)
-        return _made(name, of)
 
     def __iter__(self) -> Iterator[str]:
         return iter(names())
@@ -84,40 +68,20 @@ class _LazyCommands(Mapping[str, click.Command]):
 class _Main(click.Group):
     """Turns what a command raises into a message and an exit code."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Names what another trainer's command is here."""
-        if self.get_command(ctx, args[0]) is None:
-            if args[0] in FOREIGN_COMMANDS:
-                raise UserError(f"mrl {args[0]}: is no command; {FOREIGN_COMMANDS[args[0]]}")
-            for command in all_training():
-                if (advice := command.meant_by(args[0])) is not None:
-                    raise UserError(f"mrl {args[0]}: {advice}")
-        return super().resolve_command(ctx, args)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            _end_for_usage(ctx, error)
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
         except click.UsageError as error:
-            _end_for_usage(ctx, error)
+            line = f"{error.format_message().rstrip('.')}; see {(error.ctx or ctx).command_path} --help"
+            say(line)
+            ending.record(os.environ, EXIT_USER_ERROR, line)
+            ctx.exit(EXIT_USER_ERROR)
         except UserError as error:
             for line in str(error).splitlines() if not error.said else ():  # a config may have several mistakes
                 say(line)
             ending.record(os.environ, EXIT_USER_ERROR, str(error))
-            ctx.exit(EXIT_USER_ERROR)
-        except PermissionError as error:
-            if not isinstance(error.filename, str):
-                raise
-            line = str(
-                UserError(error.filename, why="may not be read or written by this user", fix="give it the right")
-            )
-            say(line)
-            ending.record(os.environ, EXIT_USER_ERROR, line)
             ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:
             say(str(stop) or "stopped after saving a checkpoint; run the same command again to go on")
@@ -127,77 +91,6 @@ class _Main(click.Group):
         except KeyboardInterrupt as interrupt:
             say(str(interrupt) or INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
-
-
-def _end_for_usage(ctx: click.Context, error: click.UsageError) -> NoReturn:
-    """Says what is wrong in the words of a command line, in one line. `mrl` alone prints its help."""
-    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.1 has none, and prints help
-        raise
-    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", error.format_message().rstrip("."))
-    line = f"{message}; see {(error.ctx or ctx).command_path} --help"
-    say(line)
-    ending.record(os.environ, EXIT_USER_ERROR, line)
-    raise click.exceptions.Exit(EXIT_USER_ERROR)
-
-
-class _Group(click.Group):
-    """Runs each command of a `Group` in its context."""
-
-    def __init__(self, *, around: Callable[[], Any], **given: Any) -> None:
-        super().__init__(**given)
-        self._around = around
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with self._around():
-            return super().invoke(ctx)
-
-
-class _Command(click.Command):
-    """Names itself in each of its usage errors; click leaves some without."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            error.ctx = error.ctx or ctx
-            raise
-
-
-class _OfKeys(_Command):
-    """A command that takes KEY=VALUE. It says so if an option is unknown, or what to do `instead`."""
-
-    def __init__(self, *, instead: Mapping[str, str], **given: Any) -> None:
-        super().__init__(**given)
-        self._instead = instead
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            near = [name for name in error.possibilities or () if name != "--help"]
-            if not near:
-                advice = self._instead.get(error.option_name, "a key of the config is set as KEY=VALUE, as in seed=1")
-                error.message = f"{error.message.rstrip('.')}; {advice}."
-            error.possibilities = near
-            raise
-
-
-class _AtLeast(click.IntRange):
-    name = "whole number"  # what a message calls it
-
-
-class _Text(click.ParamType):
-    """Takes text or a path, and refuses bytes that are no UTF-8: they cannot be printed or tokenized."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            name = param.opts[0] if param is not None else self.name
-            raise UserError(name, Shown(repr(value)), "is not UTF-8", "give another, or rename it") from None
-        return value
 
 
 def _broken(name: str, error: ConfigError) -> click.Command:
@@ -219,9 +112,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         "epilog": _epilog(of.examples),
     }
     if isinstance(of, Group):
-        return _Group(
-            around=of.around, commands={below: _made(below, one) for below, one in of.commands.items()}, **given
-        )
+        return click.Group(commands={below: _made(below, one) for below, one in of.commands.items()}, **given)
 
     def run(**words: Any) -> None:
         if isinstance(of, TrainingCommand):
@@ -246,9 +137,7 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         for option, path in of.options.items():  # options that set keys of the config
             params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}."))
     given |= {"params": [_parameter(one) for one in params], "callback": run}
-    if any(one.kind == "overrides" for one in params):
-        return _OfKeys(instead=of.instead if isinstance(of, Command) else {}, **given)
-    return _Command(**given)
+    return click.Command(**given)
 
 
 def _epilog(examples: str) -> str:
@@ -258,7 +147,7 @@ def _epilog(examples: str) -> str:
 
 def _parameter(of: Argument | Option) -> click.Parameter:
     """Returns the click parameter of an argument or option."""
-    kind: Any = {"path": click.Path(), "overrides": click.STRING, "number": click.INT}.get(of.kind, _Text())
+    kind: Any = {"path": click.Path(), "number": click.INT, "fraction": click.FLOAT}.get(of.kind, click.STRING)
     if of.choices is not None:
         kind = click.Choice(of.choices())
     if isinstance(of, Argument):
@@ -272,7 +161,8 @@ def _parameter(of: Argument | Option) -> click.Parameter:
     if of.kind == "flag":
         return click.Option([*words, into], is_flag=True, help=of.help)
     if of.minimum is not None:
-        kind = _AtLeast(min=of.minimum)
+        range_of = click.IntRange if of.kind == "number" else click.FloatRange
+        kind = range_of(min=of.minimum, max=of.maximum)
     return click.Option(
         [*words, into], type=kind, metavar=of.metavar, multiple=of.several, default=of.default,
         show_default=of.default is not None, help=of.help,

@@ -28,7 +28,7 @@ from mrl.check.rows import Rows
 from mrl.check.subject import Subject
 from mrl.check.verdict import Problem, Undecided, clue, problems, undecided
 from mrl.check.worker import Task, result_file, work_file
-from mrl.config.command import TrainingCommand, all_training, command_of_yaml
+from mrl.config.command import TrainingCommand, all_training, command_of_data
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.schema import MicroBatchConfig
 from mrl.engine.checks import Sequences
@@ -144,7 +144,7 @@ def read_config(path: str, overrides: Sequence[str]) -> tuple[TrainingCommand, A
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
-    command = command_of_yaml(raw)
+    command = command_of_data(raw)
     if command.checked is None:
         known = ", ".join(f"mrl {other.name}" for other in all_training() if other.checked is not None)
         raise UserError(

@@ -6,7 +6,6 @@ module here is imported whenever commands are listed: what a command works with,
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -17,9 +16,9 @@ from mrl.words import launched_rank
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
-Kind = Literal["text", "path", "overrides", "number"]
-"""What a word of the command line is. overrides: KEY=VALUE, whose keys a shell completes. text: what can be printed and
-given to a tokenizer, so UTF-8. path: any bytes that a file system may have."""
+Kind = Literal["text", "path", "overrides", "number", "fraction"]
+"""What a word of the command line is. overrides: KEY=VALUE, whose keys a shell completes. number: a whole one.
+fraction: any number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,8 @@ class Option:
     metavar: str | None = None
     several: bool = False
     choices: Callable[[], Sequence[str]] | None = None
-    minimum: int | None = None  # of a number
+    minimum: float | None = None  # of a number or fraction; a maximum needs one
+    maximum: float | None = None
     default: Any = None  # shown in the help
 
 
@@ -58,7 +58,6 @@ class Command:
     run: Callable[..., int | None]  # gets the arguments and options as keywords; returns the exit code, None for 0
     params: Sequence[Argument | Option] = ()
     root: type | None = None  # what has the keys of its KEY=VALUE, which a shell completes
-    instead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # an option that it lacks -> what to do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,6 @@ class Group:
     help: str
     examples: str
     commands: Mapping[str, Command]
-    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # each of them runs in one
 
 
 def say(message: str) -> None:

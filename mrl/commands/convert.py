@@ -44,6 +44,7 @@ def _on_files() -> Iterator[None]:
         raise UserError(name, why=str(error.strerror), fix="give another path, or put it right") from error
 
 
+@_on_files()
 def import_(source: str, out: str, check: bool, no_logits: bool) -> None:
     _check_flags(check, no_logits)
     with _conversion(out):
@@ -59,6 +60,7 @@ def import_(source: str, out: str, check: bool, no_logits: bool) -> None:
         _verify_result(source, out, model=None, role=None, logits=not no_logits)
 
 
+@_on_files()
 def export(
     ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, adapter: bool, check: bool,
     no_logits: bool,
@@ -87,6 +89,7 @@ def export(
         )  # fmt: skip
 
 
+@_on_files()
 def verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> int:
     comparison = _compare(a, b, prompts=prompts, logits=not no_logits, **given)
     _show(comparison, as_json=as_json)
@@ -241,5 +244,4 @@ COMMAND = Group(
         mrl convert export runs/demo exported
         mrl convert verify path/to/hf-model model-mcore""",
     commands={"import": IMPORT, "export": EXPORT, "verify": VERIFY},
-    around=_on_files,
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand, loss_name
+from mrl.config.command import Part, TrainingCommand
 from mrl.config.dpo import DPOConfig
 from mrl.config.phases import Phases
-from mrl.config.preference_losses import LOSSES, ROWS
-from mrl.config.rm import FORMAT_OF
+from mrl.config.preference_losses import ROWS
 from mrl.parallel import ParallelDims
 
 
@@ -32,7 +30,6 @@ class DPO(TrainingCommand[DPOConfig]):
     task = "mrl.trainers.dpo:DPOTask"
     checked = "mrl.check.of_dpo:CHECKED"
     order = 3
-    losses = LOSSES
     null_fallbacks = {
         "reference.engine": "engine",
         "reference.model.path": "model.path",
@@ -46,21 +43,6 @@ class DPO(TrainingCommand[DPOConfig]):
 
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {f"loss.{name}": value for name, value in ROWS[data["loss"]["name"]].items()}
-
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        name = loss_name(raw)
-        section = next((one for one in ("loss", "reference") if one in raw), None)
-        if section is None or "model" not in raw or name in FORMAT_OF:
-            return None
-        why = f"its loss.name is {name}" if name in self.losses else f"it has the sections model and {section}"
-        return f"preference training ({why})"
-
-    def meant_by(self, name: str) -> str | None:
-        others = [loss for loss in self.losses if loss != "dpo"]
-        close = difflib.get_close_matches(name.lower(), others, n=1, cutoff=0.8)
-        if not close:
-            return None
-        return f"{close[0]} is a loss of `mrl dpo`; write mrl dpo CONFIG loss.name={close[0]}"
 
     def parts(self, config: DPOConfig) -> list[Part]:
         own = config.reference.engine or config.engine

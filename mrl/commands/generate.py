@@ -11,10 +11,15 @@ MODEL = Argument(name="model", kind="path", metavar="MODEL")
 BACKEND = Option(names="--backend", metavar="NAME", help="native (default), vllm or sglang: rollout.backend.")
 SAMPLING = (
     Option(names="--max-new-tokens", kind="number", metavar="N", help="Most tokens of a completion; default 512."),
-    Option(names="--temperature", metavar="T", help="Divides the logits; default 1, and 0 is --greedy."),
-    Option(names="--top-p", metavar="P", help="Sample from the fewest tokens whose probabilities reach P."),
+    Option(names="--temperature", kind="fraction", metavar="T", help="Divides the logits; default 1, 0 is --greedy."),
+    Option(names="--top-p", kind="fraction", metavar="P", help="Sample from the fewest tokens that reach P."),
     Option(names="--top-k", kind="number", metavar="K", help="Sample from the K most probable tokens."),
-    Option(names="--min-p", metavar="P", help="Sample from tokens of at least P of the largest probability."),
+    Option(
+        names="--min-p",
+        kind="fraction",
+        metavar="P",
+        help="Sample from tokens of at least P of the largest.",
+    ),
     Option(names="--stop", metavar="TEXT", several=True, help="A text that ends a completion; may be repeated."),
     Option(names="--seed", kind="number", metavar="N", help="Seed of sampling; default 0."),
 )
@@ -34,22 +39,10 @@ def generate(
 
 def sampling_keys(given: dict[str, Any]) -> dict[str, Any]:
     """Takes the options of sampling out of `given`. Returns them by their keys."""
-    names = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
-    keys: dict[str, Any] = {f"rollout.{name}": number(given.pop(name), name) for name in names}
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    keys: dict[str, Any] = {f"rollout.{name}": given.pop(name) for name in names}
     keys |= {"rollout.stop": given.pop("stop"), "seed": given.pop("seed"), "rollout.backend": given.pop("backend")}
     return keys
-
-
-def number(text: Any, name: str) -> Any:
-    """Returns the number that an option was given."""
-    from mrl.errors import UserError
-
-    if not isinstance(text, str):
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"--{name.replace('_', '-')}", text, "is not a number", "give one, as in 0.7") from None
 
 
 COMMAND = Command(

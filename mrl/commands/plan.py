@@ -40,8 +40,14 @@ COMMAND = Command(
             names="--gpu", metavar="NAME", default="h100-80gb",
             help="a100-40gb, a100-80gb, h100-80gb, h200, b200, gb300, or GB=64; your figures as in h200,TFLOPS=650.",
         ),
-        Option(names="--efficiency", metavar="SHARE", help="Share of the GPU's peak that products reach; else 0.5."),
-        Option(names="--reserve", metavar="GIB", help="Memory for CUDA, NCCL and the allocator; 4 if not given."),
+        Option(
+            names="--efficiency", kind="fraction", metavar="SHARE", default=0.5, minimum=0.001, maximum=1,
+            help="Share of the GPU's peak that products reach.",
+        ),
+        Option(
+            names="--reserve", kind="fraction", metavar="GIB", default=4.0, minimum=0,
+            help="Memory for CUDA, NCCL and the allocator.",
+        ),
         Option(names="--json", into="as_json", kind="flag", help="Print everything as JSON."),
         Option(names="--calibrate", kind="flag", help="Time each stage on this machine, beside the estimate."),
         Option(names="--suggest", kind="flag", help="Search layouts for these GPUs, and rank those that fit by time."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from mrl.config.command import Part, Server, TrainingCommand
 from mrl.config.phases import Phases
-from mrl.config.ppo import ALGORITHMS, PPOConfig
+from mrl.config.ppo import PPOConfig
 from mrl.config.schema import JSD_BETA, RoleConfig
 from mrl.parallel import ParallelDims
 from mrl.words import pluralize
@@ -60,16 +59,6 @@ class PPO(TrainingCommand[PPOConfig]):
         return {f"algorithm.{name}": value for name, value in parts.items()} | {
             "algorithm.mini_batch_size": data["train"]["global_batch_size"], "algorithm.distill.beta": JSD_BETA,
         }  # fmt: skip
-
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        return "reinforcement learning (it has the section actor)" if "actor" in raw else None
-
-    def meant_by(self, name: str) -> str | None:
-        others = [algorithm for algorithm in ALGORITHMS if algorithm != self.name]
-        close = difflib.get_close_matches(name.lower().replace("-", "_"), others, n=1, cutoff=0.85)
-        if not close:
-            return None
-        return f"{close[0]} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={close[0]}"
 
     def parts(self, config: PPOConfig) -> list[Part]:
         from mrl.config.roles import TRAINED, engine_of, is_served, model_of, possible_roles

@@ -20,7 +20,7 @@ def run(
     runs: tuple[str, ...],
     out: str | None,
     axis: str,
-    smooth: str,
+    smooth: float,
     samples: int,
     every_metric: bool,
     no_page: bool,
@@ -28,7 +28,6 @@ def run(
     watching: bool,
     every_s: int | None,
 ) -> None:
-    weight = _weight(smooth)
     _check_flags(no_page=no_page, out=out, as_json=as_json, watching=watching, every_s=every_s)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here is large enough to share
     import pathlib
@@ -43,7 +42,7 @@ def run(
         folder = folder / "compared"
     if out is not None:
         folder = pathlib.Path(out)
-    report = Report(found, ReportOptions(None if no_page else folder, InitialView(axis, weight), samples, every_metric))
+    report = Report(found, ReportOptions(None if no_page else folder, InitialView(axis, smooth), samples, every_metric))
     if watching:
         _watch(report, found, EVERY_S if every_s is None else every_s)
         return
@@ -83,16 +82,6 @@ def _watch(report: Report, found: list[RunReader], every_s: int) -> None:
         echo("finished")
 
 
-def _weight(text: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = -1.0
-    if not 0 <= weight < 1:
-        raise UserError("--smooth", text, "is no weight", "give a number from 0 (as measured) to below 1, as in 0.9")
-    return weight
-
-
 def _check_flags(*, no_page: bool, out: str | None, as_json: bool, watching: bool, every_s: int | None) -> None:
     if no_page and out is not None:
         raise UserError("--out", why="has no effect with --no-page", fix="leave one of them out")
@@ -126,7 +115,7 @@ COMMAND = Command(
             "The page can change it.",
         ),
         Option(
-            names="--smooth", metavar="WEIGHT", default="0",
+            names="--smooth", kind="fraction", metavar="WEIGHT", default=0.0, minimum=0, maximum=0.9999,
             help="Weight of the past in a moving average, from 0 to below 1. The page can change it.",
         ),
         Option(

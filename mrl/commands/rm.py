@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand, loss_name
+from mrl.config.command import Part, TrainingCommand
 from mrl.config.phases import Phases
-from mrl.config.rm import CENTERING, FORMAT_OF, RMConfig
+from mrl.config.rm import CENTERING, RMConfig
 from mrl.parallel import ParallelDims
 
 
@@ -28,7 +28,6 @@ class RM(TrainingCommand[RMConfig]):
     task = "mrl.trainers.rm:RMTask"
     checked = "mrl.check.of_rm:CHECKED"
     order = 4
-    losses = tuple(FORMAT_OF)
 
     def check(self, config: RMConfig) -> None:
         from mrl.config.rm_checks import check_rm
@@ -37,15 +36,6 @@ class RM(TrainingCommand[RMConfig]):
 
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"loss.centering": CENTERING}
-
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        name = loss_name(raw)
-        return f"a reward model (its loss.name is {name})" if name in self.losses and "model" in raw else None
-
-    def meant_by(self, name: str) -> str | None:
-        if name.lower().replace("-", "_") in ("reward", "reward_model", "prm", "orm", *self.losses):
-            return "reward models are trained by `mrl rm`; write mrl rm CONFIG"
-        return None
 
     def parts(self, config: RMConfig) -> list[Part]:
         return [Part("", config.model, config.engine, head="value", optimizer=config.optimizer)]

@@ -49,9 +49,6 @@ class Serve(TrainingCommand[ServeConfig]):
                 )
         check_positions(config, read_model_config(config.model, "model"))
 
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        return "a server (it has the section serve)" if "serve" in raw else None
-
     def on_rows(self, config: ServeConfig) -> RowsRunConfig | None:
         return None
 

@@ -40,11 +40,6 @@ class SFT(TrainingCommand[SFTConfig]):
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"teacher.beta": JSD_BETA}
 
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        if "model" in raw and not {"actor", "algorithm", "loss"} & raw.keys():
-            return "fine-tuning (model is not in the section actor)"
-        return None
-
     def parts(self, config: SFTConfig) -> list[Part]:
         parts = [Part("", config.model, config.engine, optimizer=config.optimizer)]
         for key, teacher in config.teacher.by_key.items() if config.teacher is not None else ():

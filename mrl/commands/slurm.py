@@ -104,8 +104,6 @@ def submit(
     if not force:
         _refuse_what_does_not_fit(command, checked)
     done, options = put_into_queue(checked), checked.options
-    for warning in done.warnings:
-        say(f"warning: {warning}")
     per_node = pluralize(options.per_node, "process", "processes")
     if options.servers.nodes:
         per_node += f", and {pluralize(options.servers.nodes, 'node')} x 1 server"
@@ -141,6 +139,7 @@ def template(name: str) -> None:
     echo(template_text(name), end="")
 
 
+@_jobs_go_on()
 def status(target: str | None) -> None:
     from mrl.launch.slurm import follow, jobs
 
@@ -152,6 +151,7 @@ def status(target: str | None) -> None:
             echo(line)
 
 
+@_jobs_go_on()
 def logs(target: str | None, follow: bool, lines: int) -> None:
     from mrl.launch.slurm import follow as following
 
@@ -159,6 +159,7 @@ def logs(target: str | None, follow: bool, lines: int) -> None:
         echo(text, end="")
 
 
+@_jobs_go_on()
 def cancel(target: str | None, save: bool, timeout_s: int) -> None:
     from mrl.launch.slurm import follow
 
@@ -186,7 +187,6 @@ COMMAND = Group(
         mrl slurm submit sft sft.yaml --nodes 2 --gpus-per-node 8
         mrl slurm status runs/demo
         mrl slurm logs runs/demo -f""",
-    around=_jobs_go_on,
     commands={
         "render": Command(
             help="Print the script of a job that trains CONFIG, and write nothing.",
@@ -204,7 +204,6 @@ COMMAND = Group(
                 *_job_params(),
                 Option(names="--force", kind="flag", help="Submit a job that does not fit its GPUs (--gpu), too."),
             ),
-            instead={"--dry-run": "use `mrl slurm render`, which prints the script and submits nothing"},
         ),
         "template": Command(
             help="Print a template, to change and give to --template. All others are blocks in `base`.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import metadata
 
 from mrl.errors import ConfigError
@@ -50,11 +49,5 @@ def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
             f"{path}.backend", name, f"is registered by {len(entries)} packages, {packages}", "uninstall all but one"
         )
     names = [*OWN_KEYS, *sorted(set(engines) - set(OWN_KEYS))]
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise ConfigError(
-        f"{path}.backend",
-        name,
-        f"is no engine{hint}",
-        f"give one of {', '.join(names)}, or install a package that registers it under {GROUP}",
-    )
+    fix = f"give one of {', '.join(names)}, or install a package that registers it under {GROUP}"
+    raise ConfigError(f"{path}.backend", name, "is no engine", fix)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.foreign_rows import read_table
 from mrl.config.keys import Key, accepted_values, join_key, join_names, nearest_key, section_keys, value_kind
 from mrl.config.translate import advice as advice_on
-from mrl.config.translate import known_keys, leaf_keys, translate_key
+from mrl.config.translate import leaf_keys
 from mrl.errors import ConfigError, MistakeCollector, shortened, show
 
 _DEFAULT = object()
-_VALUES = {("loss.name", "sigmoid"): "dpo"}  # (key, TRL's `loss_type`) -> the choice that is meant
 _LEAVE = "leave it out: mrl has nothing for it"
 
 
@@ -31,16 +28,8 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
     raw = {} if raw is None else raw
     keys = {key.path.rsplit(".", 1)[-1]: key for key in section_keys(section, path)}
     if not isinstance(raw, Mapping):
-        first = next(iter(keys.values()))
-        raise ConfigError(
-            path,
-            raw,
-            f"is {value_kind(raw)}",
-            (
-                f"give a mapping with any of the keys {join_names(keys)}, or one of them, as in {first.path}=VALUE "
-                f"({first.help})"
-            ),
-        )
+        fix = f"give a mapping with any of the keys {join_names(keys)}"
+        raise ConfigError(path, raw, f"is {value_kind(raw)}", fix)
     values: dict[str, Any] = {}
     with MistakeCollector() as mistakes:
         for name in raw:
@@ -74,7 +63,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
     dotted = join_key(path, name)
     why = "is given to an unknown key"
     below = list(leaf_keys(value, dotted)) if isinstance(value, Mapping) and value else [(dotted, value)]
-    advices = [_known_elsewhere(key, root) for key, _ in below]
+    advices = [advice_on(key, root) for key, _ in below]
     if any(advices):
         errors = []
         for (key, one), advice in zip(below, advices, strict=True):
@@ -83,26 +72,9 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> lis
             errors.append(ConfigError(shortened(key), one, why, fix))
         return errors
     guess = nearest_key(name, section, root, path)
-    if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
-        (inner, value), *_ = value.items()
-        inner = inner if isinstance(inner, str) else show(inner)
-        dotted = f"{dotted}.{inner}"
-        if f"{guess}.{inner}" in known_keys(root):
-            guess = f"{guess}.{inner}"
     known = join_names(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     return [ConfigError(shortened(dotted), value, why, advice)]
-
-
-def _known_elsewhere(dotted: str, root: type) -> str | None:
-    """Returns advice about a key of another trainer or another command of ours; None if none has it."""
-    for row in read_table("aliases").rows:
-        if not row.ours and f"{dotted}.".startswith(f"{row.theirs}."):
-            return row.note
-        ours = translate_key(row.ours, root) if row.theirs == dotted else None
-        if ours is not None:
-            return f"did you mean {' and '.join(ours)}?"
-    return advice_on(dotted, root)
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:
@@ -121,12 +93,10 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return {_coerce(args[0], k, key): _coerce_entry(args[1], k, v, key) for k, v in value.items()}
     if annotation is float and type(value) in (int, float):
-        return _in_bounds(_float(value), value, key)
+        return float(_in_bounds(value, key))
     if annotation is int and type(value) is int:
-        return _in_bounds(value, value, key)
-    if annotation is str and type(value) is str:
-        return checked_text(value, key.path)
-    if annotation in (bool, type(None)) and type(value) is annotation:
+        return _in_bounds(value, key)
+    if annotation in (str, bool, type(None)) and type(value) is annotation:
         return value
     return _refuse(value, key)
 
@@ -136,17 +106,6 @@ def _coerce_entry(annotation: Any, name: Any, value: Any, key: Key) -> Any:
     if annotation is Any:
         return value
     return _coerce(annotation, value, dataclasses.replace(key, path=f"{key.path}.{name}", annotation=annotation))
-
-
-def checked_text(value: str, path: str) -> str:
-    """Returns a text, written at the dotted `path`, that files and the operating system can hold: no NUL, no half of a
-    UTF-16 pair."""
-    for character in value:
-        if character == "\0" or "\ud800" <= character <= "\udfff":
-            raise ConfigError(
-                path, value, f"holds the character U+{ord(character):04X}, which no text can have", "leave it out"
-            )
-    return value
 
 
 def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
@@ -169,45 +128,21 @@ def _coerce_tuple(args: tuple[Any, ...], value: Sequence[Any], key: Key) -> tupl
     return items
 
 
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _in_bounds(value: float, written: Any, key: Key) -> float:
-    finite = isinstance(value, int) or math.isfinite(value)  # isfinite() makes a float of an int, which may not fit
-    if finite and _is_within(value, key.bounds):
-        return value
-    bounds = key.bounds if finite and _is_within(value, key.stated) else key.stated
-    reason = "out of range" if finite else "not finite"
-    raise ConfigError(key.path, written, f"is {reason}", f"give {accepted_values(key.annotation, bounds)}")
-
-
-def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
-    low, above, high = (bounds[name] for name in ("minimum", "above", "maximum"))
-    if (low is not None and value < low) or (above is not None and value <= above):
-        return False
-    return high is None or value <= high
+def _in_bounds(value: float, key: Key) -> float:
+    low, above, high = (key.bounds[name] for name in ("minimum", "above", "maximum"))
+    fits = (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+    if not fits:  # as NaN never does
+        raise ConfigError(key.path, value, "is out of range", f"give {accepted_values(key.annotation, key.bounds)}")
+    return value
 
 
 def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
-    given = value if isinstance(value, str) else ""
-    elsewhere = _VALUES.get((key.path, given))
-    close = [elsewhere] if elsewhere in choices else difflib.get_close_matches(given, choices, n=1)
     what = "not one of the choices" if choices else value_kind(value)
-    arms = (key.annotation, *typing.get_args(key.annotation))
-    listed = {choice for arm in arms if typing.get_origin(arm) is tuple for choice in _choices(arm)}
-    words = list(dict.fromkeys(word.strip() for word in given.split(",")))
-    if listed.issuperset(words):
-        raise ConfigError(key.path, value, "is text", f"write it as a list: [{', '.join(words)}]") from None
     texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
-    if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
+    if str in (key.annotation, *texts) and not isinstance(value, str):
         what += " (quote it to make it text)"
-    elif isinstance(value, dict) and len(value) == 1 and str in (key.annotation, *texts):
-        what += ", as text with a colon is in YAML (quote it to make it text)"
+    close = difflib.get_close_matches(value, choices, n=1) if choices else []
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
         key.path, value, f"is {what}{hint}", f"give {accepted_values(key.annotation, key.stated)}"

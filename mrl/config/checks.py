@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mrl.config.answers import AnswersConfig
 from mrl.config.backends import OWN_KEYS, entry_point
-from mrl.config.dpo import PreferenceDataConfig
 from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.ppo import PPOTrainConfig
-from mrl.config.rm import ScoredDataConfig
 from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import (
     EngineConfig,
@@ -28,14 +27,11 @@ from mrl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
-from mrl.config.sources import PreferenceSource, ScoredSource, Share
+from mrl.config.sources import Share
 from mrl.config.stream_checks import check_stream
 from mrl.config.supported import check_supported
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
-
-Answers = PreferenceDataConfig | ScoredDataConfig | PreferenceSource | ScoredSource
-"""Sections that say what rows of answers are."""
 
 DEFAULT_TOKENS = 4096
 """Tokens of a micro-batch that no key limits, unless the longest sequence has more."""
@@ -164,27 +160,20 @@ def _check_mix_by(train: str | Sequence[Share], mix_by: str) -> None:
         raise ConfigError("data.mix_by", mix_by, why, "give a weight to every source, or leave it out")
 
 
-def formats_of(data: PreferenceDataConfig | ScoredDataConfig) -> Mapping[str, str | None]:
+def formats_of(data: Any) -> Mapping[str, str | None]:
     """Returns key -> form of row that it names, for all rows and for each source."""
-    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
-    return {f"{key}.format": section.format for key, section in sections.items()}
+    return {f"{key}.format": section.format for key, section in _sections(data).items()}
 
 
-def _answer_sources(data: PreferenceDataConfig | ScoredDataConfig) -> dict[str, PreferenceSource | ScoredSource]:
-    return {key: of for key, of in sources_of(data) if isinstance(of, PreferenceSource | ScoredSource)}
+def _sections(data: Any) -> dict[str, Any]:
+    """Returns the sections that say what rows of answers are."""
+    return {"data": data, **dict(sources_of(data))}
 
 
-def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | None = None) -> None:
-    """Raises ConfigError for a data.prompt_end without text, or of rows that are no pairs.
-
-    form: of all rows, if the loss decides it.
-    """
-    sections: dict[str, Answers] = {"data": data, **_answer_sources(data)}
-    for section, of in sections.items():
+def check_prompt_end(data: Any, form: str | None = None) -> None:
+    """Raises ConfigError for a data.prompt_end of rows that are no pairs. form: of all rows, if the loss decides it."""
+    for section, of in _sections(data).items():
         end = of.prompt_end
-        if end == "":
-            fix = 'give text, as "\\n\\nAssistant:", or null'
-            raise ConfigError(f"{section}.prompt_end", "", "ends no prompt", fix)
         of_rows = form or of.format or data.format
         if end is not None and (of.turns or data.turns):
             why = "is of raw text, and data.turns makes messages of a text, whose prompt they share"
@@ -195,12 +184,7 @@ def check_prompt_end(data: PreferenceDataConfig | ScoredDataConfig, form: str | 
 
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:
-    """Raises ConfigError for adapters on no module, and for adapters over weights that no later run has."""
-    for key in ("target_modules", "exclude_modules"):
-        value = None if model.lora is None else getattr(model.lora, key)
-        if value in ("", ()):
-            fix = "give all-linear, ends of names, or a regular expression"
-            raise ConfigError(f"{path}.lora.{key}", value, "names nothing", fix)
+    """Raises ConfigError for adapters over weights that no later run has."""
     if model.lora is not None and model.init == "random":
         raise ConfigError(
             f"{path}.init",
@@ -250,7 +234,7 @@ def check_groups(config: AnswersConfig, engine: EngineConfig, path: str = "engin
 
 
 def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None:
-    """Checks rates and betas, and refuses keys that the schedule does not read."""
+    """Checks rates, and refuses keys that the schedule does not read."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"{path}.min_lr",
@@ -258,11 +242,6 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
             f"is above {path}.lr {optimizer.lr:g}",
             f"give at most {optimizer.lr:g}",
         )
-    for beta in optimizer.betas:
-        if not 0 <= beta < 1:
-            raise ConfigError(
-                f"{path}.betas", Shown(f"{beta:g}"), "is out of range", "give two numbers from 0 to below 1"
-            )
     if optimizer.schedule == "constant":
         reason, fix = "by schedule constant, which never decays", "choose linear, cosine or wsd, or leave it out"
         refuse_unread(optimizer, path, reason, fix, ("min_lr", "decay_steps"))

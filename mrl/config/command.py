@@ -17,9 +17,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
 from mrl.config.checks import micro_batch_tokens
-from mrl.config.keys import join_key, types_of, value_at, walk_keys
+from mrl.config.keys import Key, join_key, types_of, walk_keys
 from mrl.config.phases import Phase, Phases
-from mrl.config.rates import notes
 from mrl.config.rows import RowsConfig
 from mrl.config.schema import (
     CheckpointConfig,
@@ -38,19 +37,6 @@ if typing.TYPE_CHECKING:
 
 GROUP = "mrl.commands"
 """The entry-point group of commands: `NAME = "package.module:COMMAND"`."""
-
-
-class TrainLength(Protocol):
-    """The section `train`."""
-
-    @property
-    def steps(self) -> int | None: ...
-
-    @property
-    def epochs(self) -> float | None: ...
-
-    @property
-    def global_batch_size(self) -> int: ...
 
 
 class Config(Protocol):
@@ -73,7 +59,7 @@ class RowsRunConfig(Config, Protocol):
     def data(self) -> RowsConfig: ...
 
     @property
-    def train(self) -> TrainLength: ...
+    def train(self) -> Any: ...  # with steps, epochs and global_batch_size
 
     @property
     def checkpoint(self) -> CheckpointConfig: ...
@@ -136,7 +122,6 @@ class TrainingCommand(abc.ABC, Generic[C]):
     merges_adapters: bool = False  # whether the path of a model may be an adapter folder
     options: Mapping[str, str] = {}  # option of the command line -> the key that it sets, as "--port": "serve.port"
     null_fallbacks: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
-    losses: Collection[str] = ()  # values of its loss.name, where it has that key
 
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns key -> the value that null means there, by other keys of a resolved config, as plain data."""
@@ -144,15 +129,6 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     def check(self, config: C) -> None:
         """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
-
-    def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        """Returns what the YAML is and why, if it can only be of this command. Other commands refuse it then."""
-        return None
-
-    def meant_by(self, name: str) -> str | None:
-        """Returns what to write for `mrl NAME`, where NAME is no command but another trainer's word for a part of this
-        one."""
-        return None
 
     @abc.abstractmethod
     def parts(self, config: C) -> Sequence[Part]:
@@ -240,11 +216,6 @@ class TrainingCommand(abc.ABC, Generic[C]):
         trained = self._trained(config)
         return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
 
-    def rate_notes(self, config: C) -> list[str]:
-        """Returns a line for each learning rate that is the default of this command."""
-        trained = self._trained(config)
-        return notes(self.name, {p.role: (p.optimizer.lr, p.model.lora is not None) for p in trained if p.optimizer})
-
     def _trained(self, config: C) -> list[Part]:
         """Returns the parts of a run that train."""
         built = self.needed(config)
@@ -283,14 +254,6 @@ def names() -> list[str]:
     return sorted({*own_names(), *registered_commands()})
 
 
-RENAMED = {
-    "null_is": "null_fallbacks",
-    "null_stands_for": "null_values",
-    "keys_of": "rewrite_error_keys",
-}
-"""Older names in the records of commands. A record that has them would not be asked."""
-
-
 def record(name: str) -> Any:
     """Returns the record of the command `name`. One of mrl's own is not to be replaced. Raises KeyError where there is
     none."""
@@ -305,17 +268,6 @@ def record(name: str) -> Any:
     except Exception as error:  # the package's own code runs, and may raise anything
         why = f"cannot be imported from {first.value} ({type(error).__name__}: {error})"
         raise ConfigError(key, why=why, fix="mend or uninstall that package") from error
-    if isinstance(made, TrainingCommand):
-        if outdated := [old for old in RENAMED if hasattr(made, old)]:
-            renamed = ", ".join(f"{old} is {RENAMED[old]} now" for old in outdated)
-            raise ConfigError(key, why=f"is of an older mrl: in {first.value}, {renamed}", fix="rename it there")
-        if made.name != name:
-            fix = f"set its name to {name}, or register it as {made.name}"
-            raise ConfigError(key, why=f"is the record of `mrl {made.name}` in {first.value}", fix=fix)
-        for own in training(own_names()):  # a config knows its command by its type
-            if made.root is own.root:
-                fix = f"give it one of its own, as in class Config({own.root.__name__})"
-                raise ConfigError(key, why=f"has the root of `mrl {own.name}`, {own.root.__name__}", fix=fix)
     return made
 
 
@@ -343,69 +295,43 @@ def roots() -> dict[str, type]:
 
 def command_of(root: type) -> TrainingCommand:
     """Returns the command whose config is a `root`."""
-    for command_names in (own_names(), registered_commands()):
-        for command in training(command_names):
-            if command.root is root:
-                return command
+    for command in all_training():
+        if command.root is root:
+            return command
     raise LookupError(f"{root.__name__} is the config of no command")
 
 
 def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
-    """Returns the command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
+    """Returns the command whose config `data` is: a user's YAML, or what a run of this or an older version has saved.
 
-    def distance(command: TrainingCommand) -> tuple[int, int, int]:
-        keys = [key for key in walk_keys(command.root, sections=True) if key.path.count(".") < 2]
-        known, required = {key.path for key in keys}, {key.path for key in keys if key.required and "." not in key.path}
-        return len(given - known), len(required - given), len(known - given)
+    It is the one that knows most of the given keys and choices, then the one that needs least beside them; of these
+    one of mrl's own.
+    """
+    given = dict(data)
+    for name, section in data.items():
+        if isinstance(section, Mapping):
+            given |= {f"{name}.{key}": value for key, value in section.items()}
 
-    given = {
-        *data,
-        *(f"{name}.{key}" for name, section in data.items() if isinstance(section, Mapping) for key in section),
-    }
+    def distance(command: TrainingCommand) -> tuple[int, int, bool, int]:
+        keys = {key.path: key for key in walk_keys(command.root, sections=True) if key.path.count(".") < 2}
+        foreign = [path for path, value in given.items() if path not in keys or not _is_choice(keys[path], value)]
+        required = {path for path, key in keys.items() if key.required and "." not in path}
+        is_foreign = command.name not in own_names()
+        return len(foreign), len(required - given.keys()), is_foreign, len(keys.keys() - given.keys())
+
     return min(all_training(), key=distance)
 
 
-def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
-    """Returns the command of a user's YAML: one with all its sections, else one that recognises it."""
-    has_all = commands_with_sections(raw)
-    form = value_at(raw, "data.format")
-    if form is not None and "loss" not in raw:
-        has_all = [command for command in has_all if form in _formats(command.root)][:1] or has_all
-    if len(has_all) == 1:
-        return has_all[0]
-    recognised = (command for command in has_all or all_training() if command.recognise(raw) is not None)
-    return next(recognised, None) or command_of_data(raw)
+def _is_choice(key: Key, value: Any) -> bool:
+    """Returns whether a key that has choices has the value among them."""
+    return typing.get_origin(key.annotation) is not Literal or value in typing.get_args(key.annotation)
 
 
-def commands_with_sections(raw: Mapping[str, Any]) -> list[TrainingCommand]:
-    """Returns the commands that have all sections of a user's YAML."""
-    names = raw.keys()
-    return [command for command in all_training() if names <= types_of(command.root).keys()]  # type: ignore[arg-type]
-
-
-def _formats(root: type) -> Sequence[Any]:
-    """Returns the choices of data.format."""
-    return typing.get_args(types_of(types_of(root)["data"]).get("format")) if "data" in types_of(root) else ()
-
-
-def loss_name(raw: Mapping[str, Any]) -> Any:
-    """Returns the value of `loss.name` in a user's YAML; None where it has none."""
-    return value_at(raw, "loss.name")
-
-
-def check_recognised(raw: Mapping[str, Any], in_file: Mapping[str, Any], path: Any, root: type) -> None:
-    """Raises ConfigError if the user's YAML has a section plainly of another command, or names its loss.
-
-    in_file: the content of the file at `path`. raw: the same with the overrides. An override alone does not make the
-    file another command's: it is an unknown key, or no choice.
-    """
-    unknown = raw.keys() - types_of(root).keys()
-    losses = command_of(root).losses
-    foreign = loss_name(raw) if losses and loss_name(raw) not in losses else None
-    for command in all_training():
-        of_section = unknown & types_of(command.root).keys()  # type: ignore[arg-type]
-        if not of_section and (foreign is None or foreign not in command.losses):
-            continue
-        what = command.recognise(in_file)
-        if what is not None:
-            raise ConfigError(path, why=f"is a config of {what}", fix=f"run mrl {command.name} {path}")
+def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
+    """Raises ConfigError if the file at `path` has the sections of another command, and not those of `root`."""
+    if raw.keys() <= types_of(root).keys():
+        return
+    command = command_of_data(raw)
+    if raw.keys() <= types_of(command.root).keys():  # type: ignore[arg-type]
+        why = f"has the sections of a config of mrl {command.name}"
+        raise ConfigError(path, why=why, fix=f"run mrl {command.name} {path}")

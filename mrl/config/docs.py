@@ -57,14 +57,9 @@ def config_text(names: Sequence[str], wanted: str | None) -> str:
     """
     roots = commands.roots()
     looked = list(roots) if names or wanted else ["sft"]
-    rest = names
     if names and names[0] in roots:
-        looked, rest = [names[0]], names[1:]
-    if len(rest) > 1:
-        raise ConfigError(
-            "mrl config", why=f"{' '.join(rest)} are several sections", fix=f"give one, as in mrl config {rest[0]}"
-        )
-    part = rest[0] if rest else ""
+        looked, names = [names[0]], names[1:]
+    part = ".".join(names)
     found = {command: text(roots[command], part, wanted) for command in looked}
     found = {command: keys for command, keys in found.items() if keys.strip()}
     if len(set(found.values())) > 1:
@@ -72,14 +67,10 @@ def config_text(names: Sequence[str], wanted: str | None) -> str:
     if found:
         return next(iter(found.values()))
     there = dict.fromkeys(key.path for command in looked for key in walk_keys(roots[command], sections=True))
-    others = [c for c in roots if c not in looked and part in {key.path for key in walk_keys(roots[c], sections=True)}]
-    if part and part not in there and others:
-        raise ConfigError("mrl config", why=f"{part} is of mrl {others[0]}", fix=f"write mrl config {others[0]} {part}")
-    if part and part not in there:
-        close = difflib.get_close_matches(part, there, n=1, cutoff=0.5) or [p for p in there if p.endswith(f".{part}")]
-        advice = f"did you mean {close[0]}?" if close else f"sections are {', '.join(p for p in there if '.' not in p)}"
-        raise ConfigError("mrl config", why=f"{part} is no section or key of mrl {' or '.join(looked)}", fix=advice)
-    raise ConfigError("mrl config", why=f"no key has the text {wanted!r}", fix="--grep looks at names and meanings")
+    close = difflib.get_close_matches(part, there, n=1, cutoff=0.5)
+    advice = f"did you mean {close[0]}?" if close else f"sections are {', '.join(p for p in there if '.' not in p)}"
+    what = f"no section or key {part or 'at all'}" + (f" with the text {wanted!r}" if wanted is not None else "")
+    raise ConfigError("mrl config", why=f"mrl {' or '.join(looked)} has {what}", fix=advice)
 
 
 def text(root: type, part: str = "", wanted: str | None = None) -> str:

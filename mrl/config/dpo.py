@@ -26,7 +26,7 @@ class LossConfig(AnswerLossConfig):
         maximum=1000,
     )
     label_smoothing: float | None = key(
-        None, "for dpo: the assumed share of pairs with wrong labels (cDPO). null is 0", minimum=0, maximum=0.5
+        None, "for dpo: the assumed share of pairs with wrong labels (cDPO). null is 0", minimum=0, maximum=0.499
     )
     reference_free: bool | None = key(None, "for dpo: take the reference's log-ratio as 0. null is false")
     length_normalized: bool | None = key(
@@ -110,13 +110,7 @@ class DPOConfig(AnswersConfig):
     @property
     def reference_has_own_model(self) -> bool:
         """Whether the reference is an engine of its own: not the model without its adapters."""
-        own = self.reference
-        return self.loss.needs_reference and (
-            self.model.lora is None
-            or own.engine is not None
-            or own.model.path is not None
-            or own.model.dtype not in (None, self.model.dtype)
-        )
+        return self.loss.needs_reference and (self.model.lora is None or not self.reference_is_start)
 
     @property
     def reference_is_start(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,8 @@ from typing import Any, Literal
 from mrl.errors import shortened
 
 NUMBERS = (int, float)
+MAX_NAMES = 15
+"""Names in a message."""
 MAX_VALUES = {int: 2**31 - 1, float: 1e9}
 """The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is
 larger does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32
@@ -142,26 +143,20 @@ def non_default_keys(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
 def nearest_key(unknown: str, section: type, root: type, path: str) -> str | None:
     """Returns the dotted key that `unknown`, a name written in `section` at `path`, was most likely meant to be."""
     here = {key.path.rsplit(".", 1)[-1]: key.path for key in section_keys(section, path)}
-    close = difflib.get_close_matches(unknown, here, n=1)
-    if close:
-        return here[close[0]]
-    inside = f"{path}." if root is section and path else ""  # an entry of a list or mapping, which knows its own keys
-    everywhere = [inside + key.path for key in walk_keys(root, sections=True)]
-    same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
-    same_name.sort(
-        key=lambda p: not p.startswith(f"{path}.")
-    )  # `teacher.path` is `teacher.model.path`, not `model.path`
-    names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
-    similar = [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8) if not inside]
-    return next(iter([*same_name, *similar]), None)
+    everywhere = {key.path.rsplit(".", 1)[-1]: key.path for key in reversed(list(walk_keys(root, sections=True)))}
+    for names, cutoff in ((here, 0.6), (everywhere, 0.8)):
+        close = difflib.get_close_matches(unknown, names, n=1, cutoff=cutoff)
+        if close:
+            return names[close[0]]
+    return None
 
 
-def join_names(names: Iterable[str], room: int = 200) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Returns names with commas between them; where they are too many for a message, how many more there are."""
-    names = [shortened(name, 60) for name in names]
-    fit = list(itertools.takewhile(lambda n: len(", ".join(names[:n])) <= room, range(1, len(names) + 1)))
-    more = len(names) - len(fit)
-    return ", ".join(names[: len(fit)]) + (f" and {more} more" if more else "")
+    first, more = [shortened(name, 60) for name in names], 0
+    if len(first) > MAX_NAMES:
+        first, more = first[:MAX_NAMES], len(first) - MAX_NAMES
+    return ", ".join(first) + (f" and {more} more" if more else "")
 
 
 def value_kind(value: Any) -> str:
@@ -172,7 +167,7 @@ def value_kind(value: Any) -> str:
     ):  # fmt: skip
         if isinstance(value, type_):
             return words
-    return f"a {type(value).__name__} (quote it to make it text)"
+    return f"a {type(value).__name__}"
 
 
 def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
@@ -186,11 +181,7 @@ def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
 
 def _number(value: float) -> str:
     """Returns a number as people write it: 1e9, not 1000000000.0."""
-    return (
-        str(value)
-        if isinstance(value, int) or abs(value) < 1e6
-        else f"{value:g}".replace("e+0", "e").replace("e+", "e")
-    )
+    return str(value) if isinstance(value, int) or abs(value) < 1e6 else f"{value:g}".replace("e+0", "e")
 
 
 def _list_in_words(element: Any) -> str:

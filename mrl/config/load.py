@@ -6,9 +6,7 @@ one line: `dotted.key: value VALUE is ...; what would work`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,11 +17,9 @@ from mrl.config.command import check_recognised, command_of
 from mrl.config.keys import value_kind
 from mrl.config.rates import fill_rates
 from mrl.config.schema import SFTConfig
-from mrl.errors import ConfigError, MistakeCollector, why_no_file
+from mrl.errors import ConfigError, MistakeCollector
 
 Root = TypeVar("Root")
-ROW_SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".zst")
-"""Ends of names that no config has."""
 _SFT: Any = SFTConfig  # a default that a type variable cannot have
 
 
@@ -31,32 +27,24 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     """Returns the config in the YAML file `path` with `overrides` (`dotted.key=VALUE`, VALUE in YAML) over it,
     checked."""
     raw = read_yaml(path)
-    in_file = copy.deepcopy(raw)
+    check_recognised(raw, path, root)
     with MistakeCollector() as mistakes:
         for override in overrides:
             with mistakes.noted():
                 apply_override(raw, override)
-    check_recognised(raw, in_file, path, root)
     return from_dict(raw, root)
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file, not checked against the schema."""
-    if not os.path.exists(path):
-        why = why_no_file(path) or "the config file does not exist"
-        raise ConfigError(path, why=why, fix="give the path of a YAML file")
-    if str(path).endswith(ROW_SUFFIXES):
-        raise _rows_for_a_config(path)
-    if (kind := why_no_file(path)) and not str(path).startswith("/dev/"):  # of a shell: <(...), /dev/stdin
-        raise ConfigError(path, why=kind, fix="give a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(yaml_text.MAX_LENGTH + 1)  # it may be a file of rows by mistake
+    except FileNotFoundError:
+        raise ConfigError(path, why="the config file does not exist", fix="give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(path, why=f"the config file cannot be read: {reason}", fix="give a YAML file") from None
-    if str(path).endswith(".json") and (text.lstrip().startswith("[") or "}\n{" in text):
-        raise _rows_for_a_config(path)
     raw = yaml_text.parse(text, str(path))
     if raw is None:
         return {}
@@ -64,10 +52,6 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
         why = f"the config file holds {value_kind(raw)}"
         raise ConfigError(path, why=why, fix="give a mapping such as `output_dir: runs/demo`")
     return raw
-
-
-def _rows_for_a_config(path: str | pathlib.Path) -> ConfigError:
-    return ConfigError(path, why="looks like rows, and a config is wanted", fix="give a YAML file that names the rows")
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

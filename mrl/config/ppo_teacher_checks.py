@@ -29,9 +29,7 @@ def check_opd(config: PPOConfig) -> None:
         return
     allowed = (None,) if algorithm.distill is not None else (None, "reward")
     if algorithm.kl_in not in allowed:
-        why = f"takes from algorithm.name {name} its reward, the KL to the teacher"
-        if algorithm.distill is not None:
-            why = "is not what is minimized with algorithm.distill, the divergence from the teacher"
+        why = f"is not what algorithm.name {name} minimizes, the distance to the teacher"
         raise ConfigError("algorithm.kl_in", algorithm.kl_in, why, "leave it out")
     if reference.model.path is None:
         why = f"leaves algorithm.name {name} no teacher"

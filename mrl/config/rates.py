@@ -73,15 +73,3 @@ def _saved(raw: Mapping[str, Any]) -> Any:
         except (OSError, ValueError, ConfigError):  # the run has more words for it
             continue
     return None
-
-
-def notes(command: str, rates: Mapping[str, tuple[float, bool]]) -> list[str]:
-    """Returns a line for each role whose rate is the table's. rates: role -> its rate, whether adapters train."""
-    lines = []
-    for role, (lr, adapters) in rates.items():
-        own, source = RATES.get((command, role, adapters), (None, ""))
-        if lr == own:
-            what = " with adapters" if adapters else ""
-            key = join_key(role, "optimizer.lr")
-            lines.append(f"{key} {lr:g} is the default of mrl {command}{what} ({source})")
-    return lines

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
 from mrl.config.keys import join_key, walk_keys
-from mrl.config.recipes import ROWS
 from mrl.config.urls import without_signatures
-from mrl.errors import MAX_SHOWN, ConfigError, Shown, show
+from mrl.errors import ConfigError, Shown, show
 
 ABSENT = Shown("(absent)")
 
-NEW_LENGTH = "the learning-rate schedule follows the new length"
-OF_ROWS = "the run is as long as the rows that are used"
+EFFECTS = dict.fromkeys(("train.steps", "train.epochs"), "a schedule that decays follows the new length")
+"""Key -> what else its change changes."""
 
 
 def may_change(root: type) -> tuple[str, ...]:
@@ -84,13 +81,12 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
             continue
         of_rows = dotted in keys and keys[dotted].long_rows
         if _may_change(dotted, (before, after), root) or (of_rows and _changes_no_used_row(dotted, before, after, old)):
-            changes.append(Change(dotted, before, after, _effect(dotted, (before, after), new)))
+            changes.append(Change(dotted, before, after, EFFECTS.get(dotted, "")))
         else:
             breaking[dotted] = (before, after)
     if not breaking:
         return changes
-    _check_adapters(breaking)
-    (key, was, now), *others = (_innermost(dotted, *pair, keys, defaults) for dotted, pair in breaking.items())
+    (key, was, now), *others = (_innermost(dotted, *pair) for dotted, pair in breaking.items())
     rest = "".join(f"; {k} was {b} and is {a}" for k, b, a in others)
     raise ConfigError(
         key,
@@ -100,70 +96,17 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     )
 
 
-def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises ConfigError if only one of the run and the checkpoint has adapters."""
-    for key, pair in breaking.items():
-        if key.endswith("model.lora") and None in pair:
-            was, now, fix = "without", "with", "set it to null"
-            if pair[1] is None:
-                was, now, fix = "with", "without", "give it as config.yaml of output_dir has it"
-            why = f"the checkpoint was saved {was} adapters, and this run is {now}"
-            raise ConfigError(key, why=why, fix=f"{fix}, or start anew with another output_dir")
-
-
-def _innermost(
-    key: str, before: Any, after: Any, whole: Collection[str] = (), defaults: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[str, str, str]:
-    """Returns the first key or entry of a list below `key` that differs, with what differs of its values, in words.
-
-    whole: keys whose value may be a mapping. defaults: by key, for a section that is null in one of the configs.
-    """
-    if isinstance(before, list) and isinstance(after, list):
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-        if len(before) == len(after) and all(isinstance(values[same], Mapping) for values in (before, after)):
-            return _innermost(f"{key}[{same}]", before[same], after[same], whole)
-        return key, _listed(before, same), _listed(after, same)
+def _innermost(key: str, before: Any, after: Any) -> tuple[str, str, str]:
+    """Returns the first key or entry of a list below `key` that differs, with both values, in words."""
+    pairs: dict[str, tuple[Any, Any]] = {}
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        pairs = {n: (_plain(before.get(n, ABSENT)), _plain(after.get(n, ABSENT))) for n in {**before, **after}}
-        names = [name for name, (one, other) in pairs.items() if one != other]
-        if names and key not in whole:
-            return _innermost(f"{key}.{names[0]}", *pairs[names[0]], whole)
-        before, after = ({n: value[n] for n in names if n in value} for value in (before, after))
-        return key, _mapped(before), _mapped(after)
-    meant = {name.removeprefix(f"{key}."): value for name, value in defaults.items()}
-    texts = [
-        _mapped({n: v for n, v in value.items() if _plain(v) != meant.get(n, ABSENT)})
-        if isinstance(value, Mapping)
-        else _listed(value, 0)
-        for value in (before, after)
-    ]
-    return key, texts[0], texts[1]
-
-
-def _mapped(value: Mapping[str, Any]) -> str:
-    return _within([f"{show(name)}: {_listed(entry, 0)}" for name, entry in value.items()], "{}")
-
-
-def _listed(value: Any, same: int) -> str:
-    """Returns a value in words; of a list the entries after the `same` first, and of each mapping its first key."""
-    if not isinstance(value, list):
-        return show(value)
-    if not any(isinstance(entry, Mapping) for entry in value) and len(whole := show(value)) < MAX_SHOWN:
-        return whole
-    entries = [
-        f"{{{show(name)}: {show(entry[name])}, ...}}"
-        if isinstance(entry, Mapping) and (name := next((n for n, v in entry.items() if v is not None), None))
-        else show(entry)
-        for entry in value[same:]
-    ]
-    return _within([*["..."][:same], *entries], "[]")
-
-
-def _within(entries: Sequence[str], brackets: str) -> str:
-    """Returns entries in brackets, the first ones if all are too long for a message."""
-    fit = list(itertools.takewhile(lambda n: len(", ".join(entries[:n])) <= MAX_SHOWN, range(1, len(entries) + 1)))
-    shown = [*entries[: max(1, len(fit))], *["..."][: len(entries) - max(1, len(fit))]]
-    return f"{brackets[0]}{', '.join(shown)}{brackets[1]}"
+        pairs = {f"{key}.{name}": (before.get(name, ABSENT), after.get(name, ABSENT)) for name in {**before, **after}}
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = {f"{key}[{i}]": pair for i, pair in enumerate(zip(before, after, strict=True))}
+    for inner, (one, other) in pairs.items():
+        if _plain(one) != _plain(other):
+            return _innermost(inner, _plain(one), _plain(other))
+    return key, show(before), show(after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,23 +120,8 @@ class Change:
 
     def __str__(self) -> str:
         effect = f" ({self.effect})" if self.effect else ""
-        key, before, after = _innermost(self.key, self.before, self.after, (self.key,))
+        key, before, after = _innermost(self.key, self.before, self.after)
         return f"{key}: {before} at the save, {after} now{effect}"
-
-
-def _effect(key: str, pair: tuple[Any, Any], new: Mapping[str, Any]) -> str:
-    """Returns what else the change of a key changes, in words; "" for nothing. new: the config of the resume."""
-    algorithm = new.get("algorithm") or {}
-    advantage = algorithm.get("advantage") or ROWS.get(algorithm.get("name", ""), {}).get("advantage")
-    roles = ["actor", "critic"] if advantage == "gae" else ["actor"]
-    optimizers = [_at(new, "optimizer"), *(_at(new, role, "optimizer") for role in roles)]
-    follows = any(optimizer and optimizer.get("schedule") != "constant" for optimizer in optimizers)
-    if key in ("train.steps", "train.epochs") and follows:
-        return NEW_LENGTH
-    leaves_rows_out = key == "data.on_bad_row" or (key == "data.truncation" and "drop" in pair)
-    if leaves_rows_out and new["train"].get("steps") is None:
-        return f"{OF_ROWS}, and so is the schedule" if follows else OF_ROWS
-    return ""
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:

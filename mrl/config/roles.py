@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.ppo import PPOConfig
@@ -21,16 +21,6 @@ from mrl.words import pluralize
 
 ROLES = ("actor", "critic", "reference", "reward")
 TRAINED = ("actor", "critic")
-
-
-class AlgorithmNeeds(Protocol):
-    """The needs of an algorithm beside the actor; `mrl.algorithms.recipes.Recipe` is one."""
-
-    @property
-    def needs_critic(self) -> bool: ...
-
-    @property
-    def needs_reference(self) -> bool: ...
 
 
 def teachers_of(config: PPOConfig) -> tuple[str, ...]:
@@ -67,12 +57,15 @@ def is_served(config: PPOConfig, role: str) -> bool:
     return role.startswith("reference") and section_of(config, role).server is not None
 
 
-def roles_of(config: PPOConfig, needs: AlgorithmNeeds) -> tuple[str, ...]:
-    """Returns the roles of the run, also those on servers, in the order of `possible_roles`."""
+def roles_of(config: PPOConfig, recipe: Any) -> tuple[str, ...]:
+    """Returns the roles of the run, also those on servers, in the order of `possible_roles`.
+
+    recipe: a `mrl.algorithms.recipes.Recipe`, which imports torch.
+    """
     has = {
         "actor": True,
-        "critic": needs.needs_critic,
-        **dict.fromkeys(teachers_of(config), needs.needs_reference),
+        "critic": recipe.needs_critic,
+        **dict.fromkeys(teachers_of(config), recipe.needs_reference),
         "reward": config.reward.model.path is not None,
     }
     return tuple(role for role in possible_roles(config) if has[role])
@@ -108,14 +101,14 @@ def reference_is_base(config: PPOConfig) -> bool:
     return config.actor.model.lora is not None and same_model and own.engine is None and own.update_every is None
 
 
-def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: AlgorithmNeeds) -> dict[str, RoleConfig]:
+def role_configs(config: PPOConfig, folders: Mapping[str, str], recipe: Any) -> dict[str, RoleConfig]:
     """Returns what each engine of the run is built from, by role. folders: the folder that each role's model path
     stands for.
 
     A reference that is the actor's base has none of its own. The length of the learning-rate schedules is set later, by
     `engine.set_total_steps`."""
     made: dict[str, RoleConfig] = {}
-    for role in roles_of(config, needs):
+    for role in roles_of(config, recipe):
         if (role == "reference" and reference_is_base(config)) or is_served(config, role):
             continue
         engine = engine_of(config, role)

@@ -255,7 +255,7 @@ class OptimizerConfig:
         maximum=10,
     )
     min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0, maximum=10)
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates", minimum=0, maximum=0.999999)
     eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=100)
     weight_decay: float = key(0.0, "decoupled weight decay; not applied to biases and norms", minimum=0, maximum=1000)
     clip_grad: float = key(1.0, "gradient norm above which gradients are scaled down; 0 for never", minimum=0)

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from mrl.config.build import build_section, checked_text
+from mrl.config.build import build_section
 from mrl.config.fields import REQUIRED, key
 from mrl.config.keys import value_kind
 from mrl.errors import ConfigError, MistakeCollector
@@ -56,19 +56,11 @@ def markers(raw: Any, path: str) -> dict[str, str]:
     """Returns the markers of turns in `data.turns`, by role; {} if it has none."""
     if raw is None or raw == {}:
         return {}
-    example = 'give {user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"} or such'
-    if not isinstance(raw, Mapping):
-        raise ConfigError(path, raw, f"is {value_kind(raw)}", example)
-    for role, marker in raw.items():
-        if role not in typing.get_args(Role):
-            raise ConfigError(f"{path}.{role}", why="is no role of a message", fix=example)
-        if not isinstance(marker, str) or not marker.strip():
-            raise ConfigError(f"{path}.{role}", marker, "marks no turn", example)
-    for role in ("user", "assistant"):
-        if role not in raw:
-            raise ConfigError(f"{path}.{role}", why="is missing, and turns of both are told apart", fix=example)
-    if len(set(raw.values())) < len(raw):
-        raise ConfigError(path, dict(raw), "has one marker for two roles", example)
+    roles = set(raw) if isinstance(raw, Mapping) else set()
+    texts = [text for text in raw.values() if isinstance(text, str) and text.strip()] if roles else []
+    if not {"user", "assistant"} <= roles <= set(typing.get_args(Role)) or len(set(texts)) < len(raw):
+        fix = 'give a text of its own to user, assistant and others, as {user: "\\n\\nHuman:", assistant: "\\n\\nAI:"}'
+        raise ConfigError(path, raw, "does not mark the turns of each role", fix)
     return dict(raw)
 
 
@@ -182,14 +174,13 @@ def train_of(of: type[S]) -> Callable[[Any, str], str | tuple[S, ...]]:
 
     def parse(raw: Any, path: str) -> str | tuple[S, ...]:
         if isinstance(raw, str):
-            return checked_text(raw, path)
+            return raw
         if raw is None:
             why, fix = "is missing and has no default", f"give text, or a list of sources (training rows: {FORMS})"
             raise ConfigError(path, why=why, fix=fix)
         if not isinstance(raw, list | tuple):
-            quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
             fix = "give text, or a list of sources, as in [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]"
-            raise ConfigError(path, raw, f"is {value_kind(raw)}{quote}", fix)
+            raise ConfigError(path, raw, f"is {value_kind(raw)}", fix)
         if not raw:
             raise ConfigError(path, [], "names no source", "give a path, or a list of sources")
         sources = []
@@ -208,12 +199,10 @@ def eval_of(of: type[E]) -> Callable[[Any, str], str | dict[str, E] | None]:
 
     def parse(raw: Any, path: str) -> str | dict[str, E] | None:
         if raw is None or isinstance(raw, str):
-            return raw if raw is None else checked_text(raw, path)
+            return raw
         if not isinstance(raw, Mapping) or not raw:
-            quote = " (quote it to make it text)" if isinstance(raw, bool | int | float) else ""
-            what = "names no source" if isinstance(raw, Mapping) else f"is {value_kind(raw)}{quote}"
             fix = "give text, a mapping of names to sources, as in {math: math.jsonl}, or null"
-            raise ConfigError(path, raw, what, fix)
+            raise ConfigError(path, raw, "names no source", fix)
         sources = {}
         with MistakeCollector() as mistakes:
             for name, entry in raw.items():

@@ -67,15 +67,7 @@ def _is_streamed(data: RowsConfig, source: Share | None) -> bool:
 
 
 def _check_buffers(data: StreamedRowsConfig, streamed: list[str]) -> None:
-    """Raises ConfigError for a shuffle_buffer without streamed and shuffled rows, or where every source has its own."""
-    own = [share for _, share in _paths(data) if isinstance(share, StreamedShare)]
-    if data.stream and own and all(share.stream is not None for share in own):
-        why = "is not read: every source of data.train says whether it is streamed"
-        raise ConfigError("data.stream", True, why, "leave it out")
-    streams = [share for share in own if _is_streamed(data, share)]
-    if data.shuffle_buffer is not None and streams and all(share.shuffle_buffer is not None for share in streams):
-        why = "is not read: every source that is streamed has its own"
-        raise ConfigError("data.shuffle_buffer", data.shuffle_buffer, why, "leave it out")
+    """Raises ConfigError for a shuffle_buffer without streamed and shuffled rows."""
     given = [("data.shuffle_buffer", data.shuffle_buffer, bool(streamed))]
     for key, share in _paths(data):
         if isinstance(share, StreamedShare):

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mrl.config.backends import OWN_KEYS
 from mrl.config.keys import non_default_keys
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
@@ -50,18 +49,8 @@ def check_supported(
             why = f"is for an option that backend {backend} does not have"
             fix = f"its options are {', '.join(below)}" if below else "it has none: leave it out"
             raise ConfigError(f"{of_role}{key.path}.{name}", given, why, fix)
-        fixes = [f"give {' or '.join(below)}"] if below else []
-        fixes.append("leave it out")
-        if others := _other_backends(backend, f"{key.path}.{wrong[0]}"):
-            fixes.append(f"set {of_role}engine.backend to {' or '.join(others)}")
-        raise ConfigError(
-            f"{of_role}{key.path}", wrong[0], f"is not supported by backend {backend}", ", or ".join(fixes)
-        )
-
-
-def _other_backends(backend: str, choice: str) -> list[str]:
-    """Returns those of mrl's own that support what another of them does not."""
-    return [name for name, supports in OWN_KEYS.items() if backend in OWN_KEYS and _within(choice, supports)]
+        fix = f"give {' or '.join(below)}, or leave it out" if below else "leave it out, or choose another backend"
+        raise ConfigError(f"{of_role}{key.path}", wrong[0], f"is not supported by backend {backend}", fix)
 
 
 def _within(path: str, names: Collection[str]) -> bool:

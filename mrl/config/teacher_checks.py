@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
 from mrl.config.ppo import PromptsConfig, ReferenceConfig
-from mrl.config.ppo_checks import check_never_trains
+from mrl.config.ppo_checks import check_never_trains, check_url
 from mrl.config.rows import sources_of
 from mrl.config.schema import DataConfig, DivergenceConfig, OneTeacherConfig, SFTConfig, TrainedModelConfig
 from mrl.config.sources import PromptShare, SFTSource
@@ -68,24 +68,6 @@ def check_names(data: DataConfig | PromptsConfig, others: Collection[str], of: s
             raise ConfigError(key, name, f"is no teacher of {of}", known)
 
 
-def unused_teacher_lines(config: SFTConfig) -> list[str]:
-    """Returns a line on each of several teachers that no row has by its source or by data.teacher. Rows may still name
-    one that is in teacher.others; whether some do only reading all of them would tell."""
-    teacher, data = config.teacher, config.data
-    if teacher is None or not teacher.others:
-        return []
-    given = {source.teacher or data.teacher for _, source in sources_of(data) if isinstance(source, SFTSource)}
-    if isinstance(data.train, str) or isinstance(data.eval, str):
-        given.add(data.teacher)
-    lines = [
-        f"teacher.others.{name}: neither data.teacher nor a source names it; only rows that name it learn from it"
-        for name in teacher.others if name not in given
-    ]  # fmt: skip
-    if None not in given:
-        lines = ["teacher.model: no row learns from it, as data.teacher or its source gives each another", *lines]
-    return lines
-
-
 def check_server(
     key: str,
     teacher: OneTeacherConfig | ReferenceConfig,
@@ -108,5 +90,4 @@ def check_server(
     if temperature[1] != 1:
         why = "is not what a server's log-probs are taken at, which is 1"
         raise ConfigError(temperature[0], Shown(f"{temperature[1]:g}"), why, f"set it to 1, or use {key}.engine")
-    if not server.url.startswith(("http://", "https://")):
-        raise ConfigError(f"{key}.server.url", server.url, "is no URL", "write it as http://host:8000")
+    check_url(f"{key}.server.url", server.url)

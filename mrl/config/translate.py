@@ -49,7 +49,7 @@ def advice(dotted: str, root: type) -> str | None:
     known = known_keys(root)
     if f"actor.{dotted}" in known:
         return f"did you mean actor.{dotted}?"
-    rows = [(trainer, row) for trainer in trainers() for row in trainer.rows]
+    rows = [(trainer, row) for trainer in (read_table("aliases"), *trainers()) for row in trainer.rows]
     matches = [pair for pair in rows if pair[1].theirs == dotted]
     if not matches:  # a key of a mapping that stands in the tables as a whole
         matches = [pair for pair in rows if dotted.startswith(f"{pair[1].theirs}.")]

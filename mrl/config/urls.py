@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HIDDEN = "?(hidden)"
@@ -36,54 +36,36 @@ def without_queries(plain: Any) -> Any:
     A string that begins as a URL is one, to its end: a signature may hold commas, brackets and quotes. Within another
     text a URL ends at a blank, so that what is written right behind one is hidden with it.
     """
-    if isinstance(plain, str) and plain.startswith(_STARTS):
-        address, mark, _ = plain.partition("?")
-        return address + HIDDEN if mark else plain
-    if isinstance(plain, str):
-        return _IN_TEXT.sub(rf"\1{HIDDEN}", plain)
-    if isinstance(plain, Mapping):
-        return {name: without_queries(value) for name, value in plain.items()}
-    if isinstance(plain, list | tuple):
-        return [without_queries(value) for value in plain]
-    return plain
+
+    def hidden(text: str) -> str:
+        if not text.startswith(_STARTS):
+            return _IN_TEXT.sub(rf"\1{HIDDEN}", text)
+        address, mark, _ = text.partition("?")
+        return address + HIDDEN if mark else text
+
+    return _of_texts(plain, hidden)
 
 
-def without_signatures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain data, with URLs up to their `?`: the paths of its rows, and values such as a server's.
+def without_signatures(plain: Any) -> Any:
+    """Returns plain data with `HIDDEN` for what comes after `?` of values that are URLs, as a path of rows.
 
     A text with a URL in it stays as it is, because with another query it is another text.
     """
-    found = _urls_hidden(config)
-    data = config.get("data")
-    if not isinstance(data, Mapping):
-        return found
-    hidden = {part: _paths_hidden(data[part]) for part in ("train", "eval") if part in data}
-    return {**found, "data": {**found["data"], **hidden}}
+
+    def hidden(text: str) -> str:
+        is_url = is_signed(text) and not re.search(r"\s", text)
+        return shown_url(text) + HIDDEN if is_url else text
+
+    return _of_texts(plain, hidden)
 
 
-def _urls_hidden(plain: Any) -> Any:
+def _of_texts(plain: Any, change: Callable[[str], str]) -> Any:
+    """Returns plain data with each text changed."""
+    if isinstance(plain, str):
+        return change(plain)
     if isinstance(plain, Mapping):
-        return {name: _urls_hidden(value) for name, value in plain.items()}
-    if isinstance(plain, list | tuple):
-        return [_urls_hidden(value) for value in plain]
-    is_url = isinstance(plain, str) and plain.startswith(_STARTS) and not re.search(r"\s", plain)
-    return without_queries(plain) if is_url else plain
-
-
-def _paths_hidden(sources: Any) -> Any:
-    """Returns data.train or data.eval with hidden paths: a path, or a list or mapping of paths and sections."""
-    if isinstance(sources, str):
-        return _path_hidden(sources)
-    if isinstance(sources, Mapping):
-        return {name: _path_hidden(source) for name, source in sources.items()}
-    return sources if sources is None else [_path_hidden(source) for source in sources]
-
-
-def _path_hidden(source: Any) -> Any:
-    """Returns a path, or a section with one, up to its `?`. A URL ends a path, as in `zip://a.jsonl::https://...`."""
-    if isinstance(source, Mapping) and "path" in source:
-        return {**source, "path": _path_hidden(source["path"])}
-    return shown_url(source) + HIDDEN if isinstance(source, str) and is_signed(source) else source
+        return {name: _of_texts(value, change) for name, value in plain.items()}
+    return [_of_texts(value, change) for value in plain] if isinstance(plain, list | tuple) else plain
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 
 from mrl.doctor.findings import Finding, fault, note, ok
@@ -13,10 +12,7 @@ from mrl.kernels import compiler
 def c_compiler(environment: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
     """Looks for triton's compiler (triton/runtime/build.py). gpu: a GPU is here; nothing else needs the compiler."""
     path, what = compiler.c_compiler(environment)
-    fix = "apt-get install gcc (dnf install gcc), or name one in CC"
-    if path is not None:
-        named = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
-        fix = f"apt-get install {named} (dnf install {named}el), or take a Python of uv, conda or pyenv, which has them"
+    fix = "apt-get install gcc python3-dev, name a compiler in CC, or take a Python of uv, conda or pyenv"
     if not what:
         return ok("compiler.c", f"C compiler: {path}, with Python's headers", path=path)
     if not gpu:

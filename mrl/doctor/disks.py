@@ -26,11 +26,6 @@ def section(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         what = f"no folder takes temporary files ({error.strerror or error}), and no run starts"
         yield fault("disk.tmp", what, "make room, or set TMPDIR to a folder that can be written")
     else:
-        named = environment.get("TMPDIR")
-        if named and os.path.abspath(named) != tmp:
-            yield warning(
-                "disk.tmpdir", f"TMPDIR={named} takes no files; Python takes {tmp}", "make the folder, or unset TMPDIR"
-            )
         yield folder("disk.tmp", "the folder of temporary files", tmp, "set TMPDIR to a folder on another disk")
     yield from _shared_memory()
 

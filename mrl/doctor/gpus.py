@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import glob
-import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,23 +72,11 @@ def _without_smi(found: NvidiaSmi | None, torch: Mapping[str, Any] | None) -> Fi
     if torch is not None and seen:
         names = ", ".join(dict.fromkeys(gpu["name"] for gpu in torch["gpus"]))
         return ok("gpu", f"{pluralize(seen, 'GPU')} ({names}); no nvidia-smi here", gpus=torch["gpus"])
-    if torch is not None and torch["hip"]:
-        return note("gpu", "torch is built for AMD's GPUs, on which nothing of mrl has been tried")
-    if glob.glob("/dev/nvidia[0-9]*") or _on_the_bus():
+    if glob.glob("/dev/nvidia[0-9]*"):
         what = "an NVIDIA GPU is in this machine, and no program here reaches it: models compute on the CPU"
         fix = "install its driver; start a container with --gpus all (docker) or --nv (apptainer)"
         return warning("gpu", what, fix)
     return note("gpu", "no GPU: models compute on the CPU, over gloo where there are several processes")
-
-
-def _on_the_bus() -> bool:
-    """Returns whether a display or 3D controller of NVIDIA's is on the PCI bus."""
-    for device in pathlib.Path("/sys/bus/pci/devices").glob("*"):
-        with contextlib.suppress(OSError):
-            vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
-            if vendor.startswith("0x10de") and kind.startswith("0x03"):
-                return True
-    return False
 
 
 def _kinds(found: NvidiaSmi) -> Finding:
@@ -108,10 +94,6 @@ def _memory(mebibytes: str) -> str:
     return gib(float(mebibytes) * 2**20) if mebibytes.isdigit() else mebibytes
 
 
-def _has_mig(gpu: Mapping[str, str]) -> bool:
-    return gpu["mig.mode.current"] == "Enabled"
-
-
 def _seen(found: NvidiaSmi, torch: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
     here, seen = len(found.gpus), torch["count"]
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
@@ -127,9 +109,6 @@ def _seen(found: NvidiaSmi, torch: Mapping[str, Any], environment: Mapping[str, 
         return fault("gpu.seen", "torch is built without CUDA: models compute on the CPU", fix)
     if chosen is not None:
         return warning("gpu.seen", what, "unset it to compute on them")
-    if any(_has_mig(gpu) for gpu in found.gpus):
-        fix = "make instances (`nvidia-smi mig -cgi ... -C`) or switch MIG off (`nvidia-smi -mig 0`), as administrator"
-        return fault("gpu.seen", f"{what}: MIG is on, and no instance is given to this process", fix)
     why = next(iter([*torch["errors"].values(), *torch["warnings"]]), "it does not say why")
     fix = "update the driver (CUDA 13 needs R580), or install a torch for the CUDA that the driver serves (nvidia-smi)"
     return fault("gpu.seen", f"{what} ({why}; it is built for CUDA {torch['cuda']})", fix)
@@ -141,7 +120,7 @@ def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
         what = f"GPU {number}: {_memory(used)} of {_memory(gpu['memory.total'])} are in use by other programs"
         fix = "`nvidia-smi` lists them: end what is left over, or leave this GPU out of CUDA_VISIBLE_DEVICES"
         yield warning(f"gpu.{number}.used", what, fix)
-    if _has_mig(gpu):
+    if gpu["mig.mode.current"] == "Enabled":
         what = f"GPU {number} is cut into MIG instances, between which NCCL does not work"
         fix = "run one process on an instance, or have an administrator switch MIG off (`nvidia-smi -mig 0`)"
         yield warning(f"gpu.{number}.mig", what, fix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,10 +28,7 @@ class ImportResult:
 
 def is_found(module: str) -> bool:
     """Returns whether Python finds a module of that name; it is not imported for it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except Exception:  # finders that packages install raise what they like
-        return False
+    return importlib.util.find_spec(module) is not None
 
 
 def load(name: str, modules: Sequence[str], limit_s: float = LIMIT_S) -> ImportResult:
@@ -44,23 +40,6 @@ def load(name: str, modules: Sequence[str], limit_s: float = LIMIT_S) -> ImportR
     return ImportResult(**found) if found else ImportResult(f"its import {answer.ended}")
 
 
-HINTS: Sequence[tuple[str, str]] = (
-    (
-        r"libcud\w+\.so|libcublas|libcudnn|libnccl|libnvrtc|libcufft|libnvJitLink",
-        "it is built for another CUDA than is here",
-    ),
-    (r"undefined symbol|symbol not found", "it is built for another version of what it links to, mostly torch"),
-    (
-        r"_ARRAY_API|numpy\.core\.multiarray|numpy\.dtype size changed|compiled using NumPy",
-        "it is built for another numpy",
-    ),
-    (r"cannot open shared object file", "a library that it links to is missing"),
-    (r"No module named", "a package that it needs is missing, or it is installed in part"),
-)
-"""What an error of an import mostly means, by a text in it."""
-
-
 def failure(error: str) -> str:
-    """Returns what an error of an import says and mostly means, to append to a package's name."""
-    meaning = next((f"; {means}" for text, means in HINTS if re.search(text, error)), "")
-    return f"does not load ({error}){meaning}"
+    """Returns what an error of an import says, to append to a package's name."""
+    return f"does not load ({error})"

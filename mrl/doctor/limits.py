@@ -27,10 +27,6 @@ def _processors() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     what = f"{pluralize(total, 'processor')}, of which this process may run on {usable}"
     yield ok("cpu", what, total=total, usable=usable)
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if threads.isdigit() and int(threads) > usable:
-        what = f"OMP_NUM_THREADS is {threads}, and {usable} can run at once: threads wait for each other"
-        yield warning("cpu.threads", what, f"unset OMP_NUM_THREADS, or set it to at most {usable}")
 
 
 def _memory() -> Iterator[Finding]:

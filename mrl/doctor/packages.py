@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import pathlib
 import platform
 import re
@@ -47,8 +46,7 @@ def section(imported: Mapping[str, ImportResult], broken: Sequence[str] = ()) ->
 
 def _python() -> Finding:
     version = platform.python_version()
-    where = "a venv" if sys.prefix != sys.base_prefix else "conda's" if os.environ.get("CONDA_PREFIX") else "no venv"
-    what = f"Python {version} ({where}: {sys.prefix})"
+    what = f"Python {version} ({sys.prefix})"
     data = {"version": version, "executable": sys.executable, "prefix": sys.prefix}
     if known.this_python() in known.PYTHONS:
         return ok("python", what, **data)
@@ -60,12 +58,8 @@ def _python() -> Finding:
 def _mrl() -> Finding:
     folder = str(pathlib.Path(mrl.__file__).parent)
     what, data = f"mrl {mrl.__version__} ({folder})", {"version": mrl.__version__, "folder": folder}
-    version = installed_version("mrl")
-    if version is None:
+    if installed_version("mrl") is None:
         return note("mrl", f"{what}, not installed: pip does not know what it needs", **data)
-    if version != mrl.__version__:
-        fix = f"pip install -e {pathlib.Path(folder).parent}, or take that folder out of PYTHONPATH"
-        return warning("mrl", f"{what} runs, and {version} is installed", fix, **data)
     return ok("mrl", what, **data)
 
 
@@ -73,7 +67,7 @@ def installed_version(name: str) -> str | None:
     """Returns the version that pip knows; None if it knows none."""
     try:
         return importlib.metadata.version(name)
-    except (importlib.metadata.PackageNotFoundError, KeyError):  # KeyError: of an installation that broke off
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 

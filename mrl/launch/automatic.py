@@ -6,7 +6,6 @@ A run saves them in config.yaml, and a resume takes them from there. Only sectio
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,8 +35,6 @@ MARGIN = 0.1
 """The share of a GPU's memory that stays free beside what a plan reserves: activations are planned to within 10 %."""
 TIE = 0.01
 """Times that differ by a smaller share are equal: plans are not more precise."""
-PLAN_S = 60.0
-"""Seconds after which no further number is planned."""
 
 
 def auto_keys(config: Config) -> list[str]:
@@ -170,10 +167,10 @@ def with_planned(command: TrainingCommand, config: C, plan: Callable[[C], Plan])
 
     plan: of a config, on GPUs less `MARGIN`. Its faults stop no run, which takes the default then.
     """
-    lines, end = [], time.monotonic() + PLAN_S
+    lines = []
     for key in auto_keys(config):
         try:
-            number, why = _best(command, config, key, plan, end)
+            number, why = _best(command, config, key, plan)
             config, says = replaced(config, {key: number}), [f"{key}: auto is {number:,}, {why}"]
         except Exception as error:
             config, says = with_defaults(command, config, reason(error), [key])
@@ -186,14 +183,11 @@ def reason(error: Exception) -> str:
     return ("" if isinstance(error, UserError) else f"{type(error).__name__}: ") + first_line(error)
 
 
-def _best(
-    command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan], end: float
-) -> tuple[int, str]:  # fmt: skip
+def _best(command: TrainingCommand, config: C, key: str, plan: Callable[[C], Plan]) -> tuple[int, str]:
     """Returns the best number that fits at a key, and why it is.
 
     The cache is the largest one. Micro-batches are the largest of those that take the least time. Below the default it
-    is the largest that fits. Only the phases that the key changes count. end: the time after which nothing more is
-    planned.
+    is the largest that fits. Only the phases that the key changes count.
     """
     if command.on_rows(config) is None:
         raise UserError(f"the batches of mrl {command.name} are its clients'")
@@ -210,21 +204,18 @@ def _best(
             return None
         return 0.0 if key == CACHE else sum(made.costs[name].seconds for name in names)
 
-    def in_time() -> bool:
-        return time.monotonic() < end
-
     fits = f"the most tried that leaves {MARGIN:.0%} of a GPU free by mrl plan"
     least = seconds(default)
     if least is None:
         for number in (default // 2**i // longest * longest for i in range(1, default.bit_length())):
-            if number and in_time() and seconds(number) is not None:
+            if number and seconds(number) is not None:
                 return number, fits
-        raise UserError(f"by mrl plan not even {longest:,} fit" if in_time() else "planning takes long")
+        raise UserError(f"by mrl plan not even {longest:,} fit")
     tried, most_because = {default: least}, ""
     for number in _above(default, most, longest):
-        took = seconds(number) if in_time() else None
+        took = seconds(number)
         if took is None:
-            most_because = fits if in_time() else "the most that was planned in time"
+            most_because = fits
             break
         tried[number] = took
     if key == CACHE:

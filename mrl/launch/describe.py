@@ -18,7 +18,7 @@ def describe(
 ) -> Iterator[str]:
     """Yields lines of YAML, with comments at the end."""
     yield from dump_config(config).splitlines()
-    notes = (*_notes(parts, layouts), *position_notes(command, config, parts), *command.rate_notes(config))
+    notes = (*_notes(parts, layouts), *position_notes(command, config, parts))
     for line in (*notes, *command.describe(config, parts, layouts)):
         yield f"# {line}"
 

@@ -33,53 +33,29 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     if "SLURM_PROCID" not in environ or not environ.get(name):
         return None
-    tasks = _number(environ, name)
+    tasks = int(environ[name])
     return _srun(environ, tasks) if tasks > 1 else None
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    """Returns a variable that a launcher sets to a whole number from 0."""
-    value = environ[name].strip()
-    if not (value.isascii() and value.isdigit()):
-        raise ConfigError(
-            "environment",
-            why=f"{name} is {environ[name]!r}, not a whole number",
-            fix="start through torchrun or srun, or unset it",
-        )
-    return int(value)
 
 
 def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in environ]
     if missing:
-        given = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        raise ConfigError(
-            "environment",
-            why=f"{given} is set but {', '.join(missing)} is not",
-            fix="start through torchrun, or unset them all",
-        )
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    for name in ("MASTER_PORT", "LOCAL_RANK"):
-        if name in environ:
-            _number(environ, name)
+        why = f"of {', '.join(names)}, {', '.join(missing)} is not set"
+        raise ConfigError("environment", why=why, fix="start through torchrun, or unset them all")
     variables = {name: environ[name] for name in names}
-    return JoinedWorld("torchrun", rank, world_size, variables | {"LOCAL_RANK": environ.get("LOCAL_RANK", str(rank))})
+    variables["LOCAL_RANK"] = environ.get("LOCAL_RANK", environ["RANK"])
+    return JoinedWorld("torchrun", int(environ["RANK"]), int(environ["WORLD_SIZE"]), variables)
 
 
 def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
-    rank = _number(environ, "SLURM_PROCID")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    master = environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
-    if master is None:
-        raise ConfigError(
-            "environment", why="SLURM_PROCID is set but SLURM_JOB_NODELIST is not", fix="set MASTER_ADDR, or use srun"
-        )
+    rank = int(environ["SLURM_PROCID"])
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": master,
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ)),
     }
     return JoinedWorld("srun", rank, tasks, variables)

@@ -62,8 +62,6 @@ def generate(
         from_stdin = not (prompts or file is not None or chat or score)
         texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
         asked = bool(texts) or (from_stdin and not is_main)
-        if "" in prompts:
-            raise UserError("--prompt", "", "is no prompt", "give a text")
         _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=is_greedy)
         if tools is not None:
             from mrl.inference.prompts import read_tools
@@ -192,10 +190,6 @@ def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, 
             raise ConfigError(key, why="is given by KEY=VALUE and by an option", fix="keep one of them")
         section, _, name = key.rpartition(".")
         (raw.setdefault(section, {}) if section else raw)[name] = list(value) if isinstance(value, tuple) else value
-    others = {"model": {"path": "-"}, "data": {"train": "-"}}
-    for section in ("rollout", "data", "model", "rewards"):
-        if not isinstance(raw.get(section, {}), dict):
-            build_section(EvalKeys, {**others, section: raw[section]}, "", EvalKeys)  # for what it refuses
     return raw
 
 
@@ -249,11 +243,7 @@ def _from_stdin() -> list[str]:
     """Returns the text on stdin as a prompt, where there is one."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
-    try:
-        text = sys.stdin.read()
-        text.encode()  # in some locales Python reads any bytes
-    except UnicodeError:
-        raise UserError("stdin", why="is no UTF-8", fix="give a text") from None
+    text = sys.stdin.read()
     return [text.removesuffix("\n")] if text.strip() else []
 
 

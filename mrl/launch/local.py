@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
-from mrl.config.command import Config, command_of
+from mrl.config.command import Config
 from mrl.config.load import to_dict
 from mrl.errors import Stopped, UserError, unwritable
 from mrl.launch.environment import loopback
@@ -76,12 +76,15 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name, _logs(log_dir) as logs:
         folder = Path(name)
-        task = Task(target, _root_of(config), to_dict(config), command_line, quiet, str(logs), os.getpid())
+        root = f"{type(config).__module__}:{type(config).__qualname__}"
+        task = Task(target, root, to_dict(config), command_line, quiet, str(logs), os.getpid())
         (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
         group = _ProcessGroup(nproc, folder)
         with _environment(_worker_variables()):
             result = group.run()
-        _raise_first_failure(read_outcomes(folder), result, logs, group.forwarded, resumes=":" not in task.root)
+        _raise_first_failure(
+            read_outcomes(folder), result, logs, group.forwarded, resumes=hasattr(config, "checkpoint")
+        )
 
 
 def logs_of(config: Config) -> Path:
@@ -109,14 +112,6 @@ def _logs(log_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
         raise
     shutil.rmtree(made, ignore_errors=True)
-
-
-def _root_of(config: Any) -> str:
-    """Returns what a worker finds the type of a config by."""
-    root = type(config)
-    with contextlib.suppress(LookupError):
-        return command_of(root).name
-    return f"{root.__module__}:{root.__qualname__}"
 
 
 class _ProcessGroup:

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from mrl.config.command import Config, Part, TrainingCommand, command_of_yaml
+from mrl.config.command import Config, Part, TrainingCommand, command_of_data
 from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, preflight
@@ -33,7 +33,7 @@ if typing.TYPE_CHECKING:
 _Result = typing.TypeVar("_Result")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
-LIMIT_S = 3 * automatic.PLAN_S
+LIMIT_S = 180.0
 """Seconds after which a process that looks for GPUs or chooses `auto` is ended: imports take long on network disks."""
 
 
@@ -92,7 +92,7 @@ def _timed(*given: Any) -> Any:
 
 
 def _planned(
-    path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
+    path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: float, reserve: float,
     as_json: bool, suggest: bool, calibrate: bool, visible: str | None,
 ) -> tuple[bool, list[str]]:  # fmt: skip
     """Plans or searches layouts. Returns what `run` returns. From now on this process plans.
@@ -102,11 +102,9 @@ def _planned(
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
-    share = _number("--efficiency", efficiency, 0.5, 1)
-    reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
     if suggest and calibrate:
         raise UserError("--calibrate", why="times one layout", fix="leave --suggest out, and give a layout it found")
-    command = command_of_yaml(read_yaml(path))
+    command = command_of_data(read_yaml(path))
     known: KnownChunks = {}
 
     def load(more: Sequence[str] = ()) -> Config:
@@ -116,7 +114,7 @@ def _planned(
         parts, layouts = read_parts(command, config, world_size)
         with preflight.quiet():
             return planner.plan(
-                command, config, parts, layouts, card, reserved_gib=reserved, efficiency=share, known=known
+                command, config, parts, layouts, card, reserved_gib=reserve, efficiency=efficiency, known=known
             )
 
     with announce("planning", shows=True, write=write_error_line) as watch:
@@ -127,11 +125,11 @@ def _planned(
                 planner.prepare()
         if suggest:
             return _suggest(
-                command, load(), lambda more: planned(load(more)), world_size, card, reserved, as_json, watch.detail
+                command, load(), lambda more: planned(load(more)), world_size, card, reserve, as_json, watch.detail
             )
         config = load()
         preflight.check_engines(command, config)
-        config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserved)
+        config, notes = _plan_numbers(command, config, world_size, card, reserved_gib=reserve)
         if automatic.leaves_backend_open(config):
             choice = "" if config.rollout.ranks else "; a run may choose vllm"
             notes = [*notes, f"{automatic.BACKEND}: auto is planned as native{choice}"]
@@ -140,7 +138,7 @@ def _planned(
             from mrl.plan import calibrating
 
             time_stage = functools.partial(_in_own_process, _timed, visible=visible)
-            timed = calibrating.calibrate(made, share, time_stage, watch.detail)
+            timed = calibrating.calibrate(made, efficiency, time_stage, watch.detail)
     if as_json:
         content = planner.as_json(made)
         content["notes"] += notes
@@ -224,10 +222,6 @@ def resolve_auto(
         card = min(cards, key=lambda gpu: gpu.memory)
         config, lines = _in_own_process(_plan_numbers, command, config, world_size, card, limit_s=LIMIT_S)
         return config, [*lines, *shared]
-    except BrokenProcessPool:
-        return automatic.with_defaults(command, config, "the process that planned ended early")
-    except TimeoutError:
-        return automatic.with_defaults(command, config, f"planning took more than {LIMIT_S:.0f} s")
     except Exception as error:  # of the driver too: no run ends because its plan fails
         return automatic.with_defaults(command, config, automatic.reason(error))
 
@@ -278,14 +272,3 @@ def planned_verdict(
         return made.known_to_fit, "; ".join([show.verdict(made), *lines])
     except Exception as error:
         return None, f"not planned: {automatic.reason(error)}"
-
-
-def _number(name: str, given: str | None, default: float, most: float, *, from_zero: bool = False) -> float:
-    try:
-        value = default if given is None else float(given)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= most or (value == 0 and not from_zero):
-        least = "from 0" if from_zero else "above 0"
-        raise ConfigError(name, given, "is no number in range", f"give one {least} up to {most:.4g}")
-    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import itertools
 import logging
 import math
 import os
@@ -16,29 +15,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.config.checks import (
-    MAX_PASSES,
-    check_batch,
     check_replicas,
     check_replicate,
     parallel_dims,
     smallest_world,
 )
-from mrl.config.command import Config, Part, RowsRunConfig, TrainingCommand
+from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RAW_TEXT, RenderedSource, Share
+from mrl.config.sources import RAW_TEXT, RenderedSource
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
-from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable, why_no_file
+from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
 from mrl.trainers import used_folder
 from mrl.weights import adapter_folder
 from mrl.weights.adapter_folder import is_adapter
 from mrl.weights.json_file import read_json
-
-MAX_PROCESSES = 1024
-"""Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
@@ -68,7 +62,6 @@ def check_files(command: TrainingCommand, config: Config, *, there: bool = True)
     command.check_files(config)
     if rows is not None and there:
         check_data(rows.data)
-        _check_rows(rows, command.rows_of_batch(config))
     return parts
 
 
@@ -249,21 +242,8 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def choose_nproc(
-    asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine", here: bool = True
-) -> int:
-    """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout.
-
-    key: the section that `device` is from. here: the run is to be on this machine.
-    """
-    if here and device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
-        raise ConfigError(f"{key}.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
-    if asked is None and not gpus and needed > MAX_PROCESSES:
-        raise ConfigError(
-            f"{key}.parallel",
-            why=f"the layout needs {needed} processes, and at most {MAX_PROCESSES} are started on one machine",
-            fix="give smaller degrees, or start it with torchrun or srun on several",
-        )
+def choose_nproc(asked: int | None, *, gpus: int, needed: int) -> int:
+    """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout."""
     if asked is None:
         return gpus or needed
     if gpus and asked > gpus:
@@ -286,18 +266,14 @@ def read_model_config(
         if is_adapter(folder):
             return read_model_config(_base_of(model, key, merges), key, weights=weights)
         if not path.is_file():
-            hf = folder / "hf"
-            is_run = any((hf / name).is_file() for name in ("config.json", "adapter_config.json"))
-            fix = f"it is the folder of a run: give {hf}" if is_run else "give a Hugging Face model folder"
+            fix = "give a Hugging Face model folder, as hf in the folder of a run"
             raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
         if weights:
             _check_weights(model, folder, key)
         return read_json(path)
-    if os.path.exists(model.path):
-        raise ModelError(f"{key}.path", quoted(model.path), "is a file", "give the folder that holds config.json")
-    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or os.path.exists(model.path):
         raise ModelError(
-            f"{key}.path", quoted(model.path), "does not exist", "give a Hugging Face model folder or a hub id"
+            f"{key}.path", quoted(model.path), "is no folder", "give a Hugging Face model folder or a hub id"
         )
     return read_json(_from_hub(model.path, key))
 
@@ -320,18 +296,15 @@ def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
         raise ModelError(*at, "is an adapter and no model", fix)
     base = read_json(adapter / adapter_folder.CONFIG).get(adapter_folder.BASE)
     fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    if not isinstance(base, str) or not base or (base.startswith((".", "/", "~")) and not os.path.isdir(base)):
-        raise ModelError(*at, f"is an adapter over {base!r}, which is not here", fix)
-    if is_adapter(pathlib.Path(base)):
-        raise ModelError(*at, f"is an adapter over {base!r}, which is an adapter itself", fix)
+    if not base or (base.startswith((".", "/", "~")) and not os.path.isdir(base)) or is_adapter(pathlib.Path(base)):
+        raise ModelError(*at, f"is an adapter over {base!r}, which is no model here", fix)
     return dataclasses.replace(model, path=base)
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
     imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
     if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):
-        scratch = f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else ""
-        fix = f"save the model with save_pretrained{scratch}"
+        fix = "save the model with save_pretrained, or set init to random to train from scratch"
         raise ModelError(f"{key}.path", quoted(model.path), "has no *.safetensors weights", fix)
 
 
@@ -360,7 +333,6 @@ def check_data(data: RowsConfig) -> None:
     for key, value in paths_of(data):
         if "://" in value:
             if key in streamed:
-                _check_no_split(data, key, value)
                 continue  # one process of the run looks: this machine may have no network
             raise _not_downloaded(key, value)
         if _is_missing(value):
@@ -379,23 +351,9 @@ def check_data(data: RowsConfig) -> None:
             raise DataError(key, quoted(template), "does not exist", "give a Jinja file, or none")
 
 
-def _check_no_split(data: RowsConfig, key: str, url: str) -> None:
-    """Raises DataError for a split of a URL. The run would refuse it later, after asking for the files."""
-    name, split = "data.split", data.split
-    for at, source in sources_of(data):
-        if key == f"{at}.path" and isinstance(source, Share) and source.split is not None:
-            name, split = f"{at}.split", source.split
-    if split is not None:
-        why = f"is set, and {shown_url(url)} names files, which have no splits"
-        raise DataError(name, split, why, "leave it out and name the files of that split")
-
-
 def _not_downloaded(key: str, url: str) -> DataError:
     """Returns the line on a URL whose rows are not streamed."""
-    fix = "give a copy on this machine"
-    if key.startswith("data.train"):
-        stream = "data.stream" if key == "data.train" else key.replace(".path", ".stream")
-        fix += f", or set {stream} to true to read it while training"
+    fix = "give a copy on this machine, or for training set stream to true to read it meanwhile"
     return DataError(key, quoted(shown_url(url)), "is a URL, which is not downloaded", fix)
 
 
@@ -405,24 +363,6 @@ def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:
         if isinstance(value, str):
             yield key, value
     yield from ((f"{key}.path", source.path) for key, source in sources_of(data))
-
-
-def _check_rows(config: RowsRunConfig, rows_of_batch: int) -> None:
-    """Raises ConfigError if a plain file of JSON lines has far too few rows for a batch.
-
-    It reads as many rows as this takes, mostly a few. The run itself checks other forms.
-    """
-    if not isinstance(config.data.train, str) or streamed_keys(config.data):
-        return
-    path = os.path.expanduser(config.data.train)
-    batch = config.train.global_batch_size
-    needed = math.ceil(rows_of_batch / MAX_PASSES)
-    if not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
-        return
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # which the run has more words for
-        rows = sum(1 for _ in itertools.islice((line for line in file if line.strip()), needed))
-        if 0 < rows < needed:
-            check_batch(batch, rows_of_batch, rows)
 
 
 def is_on_this_machine(path: str) -> bool:
@@ -442,36 +382,14 @@ def _is_missing(path: str) -> bool:
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
         raise ConfigError("output_dir", "", "is empty", "give a folder, as in runs/demo")
-    if not output_dir.isprintable():
-        why = "has a character that cannot be printed"
-        raise ConfigError("output_dir", output_dir, why, "give a folder, as in runs/demo")
     folder = existing = pathlib.Path(output_dir).absolute()
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigError("output_dir", quoted(output_dir), "is a file", "give a folder")
-        if (held := _of_model(folder)) is not None:
-            raise ConfigError(
-                "output_dir",
-                quoted(output_dir),
-                f"is the folder of a model (it holds {held}), whose files a run would be mixed with",
-                "give a folder of its own, as in runs/demo",
-            )
-        existing = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
-        if not existing.exists():
-            why = f"cannot be made: {existing} {why_no_file(existing)}"
-            raise ConfigError("output_dir", quoted(output_dir), why, "give another folder, or remove the link")
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
     except OSError as error:
         raise unwritable(output_dir, existing, error) from None
-
-
-def _of_model(folder: pathlib.Path) -> str | None:
-    """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or GGUF."""
-    with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
-        if "model_type" in read_json(folder / "config.json"):
-            return "config.json"
-    found = (next(folder.glob(name), None) for name in (adapter_folder.CONFIG, "*.safetensors", "*.gguf"))
-    return next((file.name for file in found if file is not None), None)
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

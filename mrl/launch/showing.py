@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from mrl.config.command import RowsRunConfig, TrainingCommand, command_of_yaml, commands_with_sections, record
+from mrl.config.command import RowsRunConfig, TrainingCommand, command_of_data, record
 from mrl.config.keys import value_at, walk_keys
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
@@ -40,12 +40,10 @@ def run(
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
-    command: TrainingCommand[Any] = command_of_yaml(raw) if of is None else record(of)
+    command: TrainingCommand[Any] = command_of_data(raw) if of is None else record(of)
     stand_ins = _stand_ins(raw, command)
     config = load_config(path, [*(f"{key}={value}" for key, value in stand_ins.items()), *overrides], command.root)
-    others = [other.name for other in commands_with_sections(raw) if other is not command]
-    hint = f" (--as {' or --as '.join(others)} for another)" if others and of is None else ""
-    echo(f"read as a config of mrl {command.name}{hint}")
+    echo(f"read as a config of mrl {command.name}" + (" (--as for another)" if of is None else ""))
     if command.task is None:
         why = f"knows no rows of `mrl {command.name}`"
         raise ConfigError("mrl data show", why=why, fix="give the config of a command that trains on rows")
@@ -209,13 +207,6 @@ class OpenRows:
         """The sources of a mixture; () where there is one path alone."""
         return getattr(self.dataset, "shares", ())
 
-    @property
-    def _teachers(self) -> list[str]:
-        """The names of several teachers, in the order of the numbers in rows; [] for one teacher or none."""
-        key = "reference" if self.command.generates else "teacher"
-        others = getattr(getattr(self.config, key, None), "others", None)
-        return [key, *others] if others else []
-
     def lines(self, *, rows: int, count: bool, by_token: bool, coloured: bool) -> Iterator[str]:
         """Yields what is printed."""
         from mrl.data.show import sequences_of, summary
@@ -312,12 +303,10 @@ class OpenRows:
 
         sequences = sequences_of(row.item)
         cut = "; truncated" if row.item.truncated else "; too long" if self._is_too_long(sequences) else ""
-        teachers = self._teachers
         for sequence in sequences:
             name = f"{sequence.name}: " if sequence.name else ""
             source = f"{row.source}: " if row.source else ""
             note = f", {sequence.note}" if sequence.note else ""
-            note += f", teacher {teachers[row.item.teacher]}" if teachers else ""
             tokens = pluralize(len(sequence.ids_T), "token")
             trained = "a prompt" if self.command.generates else f"{sequence.trained:,} train"
             yield f"{source}{row.place}: {name}{tokens}, {trained}{note}{cut}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import importlib
 import json
 import os
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
 from mrl.config.load import load_config, to_dict
-from mrl.errors import ConfigError, UserError
+from mrl.errors import ConfigError
 from mrl.launch import automatic, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Config)
 
 LOADING = "loading PyTorch and what goes with it"
-READ_LIMIT = datetime.timedelta(seconds=10)
-"""How long a rank 0 that could not choose waits until the others have read why: its store ends with it."""
 
 
 def start(
@@ -76,7 +72,7 @@ def start(
         return None
     if _has_vllm_inside(config):
         vllm_start.check_version(vllm_start.installed())
-    for note in (*preflight.position_notes(command, config, parts), *command.rate_notes(config)) if shows else ():
+    for note in preflight.position_notes(command, config, parts) if shows else ():
         write_line(note)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
@@ -108,8 +104,8 @@ def _show(
     notes = showing.notes(command, config)
     for line in describe(command, config, parts, layouts):
         print(line, flush=True)
-    for line in (*_not_here(parts, config), *([saved.message] if saved is not None else [])):
-        print(f"# {line}", flush=True)
+    if saved is not None:
+        print(f"# {saved.message}", flush=True)
     for note in notes:
         print(f"# data: {note}", flush=True)
     memory = _memory(command, config, world_size)
@@ -142,40 +138,12 @@ def _auto_of_rank_0(
     store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     lines: list[str] = []
     if joined.rank == 0:
-        try:
-            made, lines = chosen()
-        except Exception as error:
-            store.set("auto", json.dumps(automatic.reason(error)))
-            with contextlib.suppress(dist.DistStoreError):  # a rank that has ended reads nothing
-                store.wait([_read_by(rank) for rank in range(1, world_size)], READ_LIMIT)
-            raise
+        made, lines = chosen()
         store.set("auto", json.dumps({key: value_at(to_dict(made), key) for key in auto}))
     answer = json.loads(store.get("auto"))
-    if isinstance(answer, str):
-        store.set(_read_by(joined.rank), "")
-        raise UserError(f"rank 0 could not choose what is auto: {answer}")
     if joined.rank and (backend := answer.get(automatic.BACKEND)) is not None:
         config = automatic.sampled_by(given, backend)
     return automatic.replaced(config, answer), lines, store
-
-
-def _read_by(rank: int) -> str:
-    """Returns the key of the store that a rank sets once it has read why nothing could be chosen."""
-    return f"auto read by {rank}"
-
-
-def _not_here(parts: Sequence[Part], config: Any) -> list[str]:
-    """Returns what the run needs and this machine lacks; `describe` has the line on engine.layer_spec."""
-    lines = []
-    on_gpu = [part.key("engine.device") for part in parts if part.engine.device == "cuda"]
-    if on_gpu and not _gpus():
-        lines.append(f"{', '.join(on_gpu)}: cuda (as configured; torch sees no GPU, and a run needs one)")
-    auto = [] if automatic.GPU_VARIABLE in os.environ else automatic.auto_keys(config)
-    if auto and (any(part.engine.device == "cpu" for part in parts) or not _gpus()):
-        lines += [f"{key}: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" for key in auto]
-    if _has_vllm_inside(config) and vllm_start.installed() is None:
-        lines.append("rollout.backend: vllm (as configured; the package vllm is not installed, and a run needs it)")
-    return lines
 
 
 def _has_vllm_inside(config: Any) -> bool:
@@ -235,15 +203,15 @@ def join(joined: JoinedWorld) -> None:
 def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True, beside: int = 0) -> int:
     """Returns how many processes a run of these models starts on this machine. beside: those that do not train."""
     gpus = 0
-    devices = {part.key("engine"): part.engine.device for part in parts}
-    if "cpu" not in devices.values():
+    if all(part.engine.device != "cpu" for part in parts):
         import torch
 
         gpus = torch.cuda.device_count()
-    key = next((key for key, device in devices.items() if device == "cuda"), "engine")
-    device = devices.get(key, "auto")
-    needed = preflight.needed_processes(parts) + beside
-    return preflight.choose_nproc(asked, device=device, gpus=gpus, needed=needed, key=key, here=here)
+    for part in parts if here and not gpus else ():
+        if part.engine.device == "cuda":  # the engines say the same of a process that torchrun or srun started
+            key = part.key("engine.device")
+            raise ConfigError(key, "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
+    return preflight.choose_nproc(asked, gpus=gpus, needed=preflight.needed_processes(parts) + beside)
 
 
 def _start_processes(

@@ -25,9 +25,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
-from mrl.config import command as commands
 from mrl.config.build import build_section
-from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
 from mrl.trainers import signals
 from mrl.trainers.waits import announce
@@ -40,7 +38,7 @@ class Task:
     """The work that every rank does."""
 
     target: str  # `module:function`, called as `function(config, command_line)`
-    root: str  # of `config`: the name of a command that trains, or any dataclass of keys as `module:Class`
+    root: str  # of `config`, as `module:Class`
     config: dict[str, Any]  # as plain data
     command_line: str
     quiet: bool  # rank 0 does not say that it loads
@@ -85,11 +83,8 @@ def run_task(task: Task, rank: int) -> Outcome:
 
 
 def config_of(task: Task) -> Any:
-    """Returns the config of a task, as its root; of a root that is no command's, the launcher alone has checked keys
-    against each other."""
+    """Returns the config of a task; the launcher has checked its keys against each other."""
     module, _, name = task.root.partition(":")
-    if not name:
-        return from_dict(task.config, commands.record(task.root).root)
     root = getattr(importlib.import_module(module), name)
     return build_section(root, task.config, "", root)
 

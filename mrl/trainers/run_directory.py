@@ -76,7 +76,7 @@ class RunDirectory:
         header = (
             HEADER.format(command=command_of(type(config)).name)
             + _provenance(command_line)
-            + "".join(f"# {note}\n" for note in (*notes, *command_of(type(config)).rate_notes(config)))
+            + "".join(f"# {note}\n" for note in notes)
         )
         try:
             write_text(temporary, header + dump_config(config))

@@ -21,7 +21,6 @@ from mrl.algorithms.ragged import to_tokens
 from mrl.batch import Batch
 from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import OneTeacherConfig, RoleConfig, SFTConfig
-from mrl.config.teacher_checks import unused_teacher_lines
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
@@ -30,7 +29,6 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
 from mrl.roles.teacher_server import TeacherServer
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
-from mrl.trainers.common import say_all
 from mrl.trainers.opening import say_choices
 from mrl.trainers.task import role_config
 from mrl.trainers.trainer import Trainer
@@ -163,8 +161,6 @@ class Teachers:
 
     def begin(self, trainer: Trainer, rows: Callable[[], Iterator[Batch]]) -> None:
         """Calls `Teacher.begin` of all."""
-        if not self.keys.cache:  # else each says whether it has rows, which are all read
-            say_all(trainer.console, unused_teacher_lines(self.config))
         names = ["", *self.keys.others]
         for number, (name, one) in enumerate(zip(names, self.each, strict=True)):
             one.begin(trainer, functools.partial(_rows_of, number, rows), trainer.directory.path / "teacher" / name)

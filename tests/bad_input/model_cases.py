@@ -57,15 +57,9 @@ def fifo(workspace: Workspace) -> None:
     os.mkfifo(workspace.root / "model/chat_template.jinja")
 
 
-def run_of_adapters(workspace: Workspace) -> None:
-    remove("config.json")(workspace)
-    workspace.write("model/hf/adapter_config.json", "{}")
-
-
 CASES = [
     # config.json.
     Case("no config.json", "model.path", ("has no config.json",), edit=remove("config.json")),
-    Case("run of adapters", "model.path", ("has no config.json; it is the folder of a run: give ", "model/hf"), edit=run_of_adapters),
     Case("no theta", "model/config.json", ("rope_parameters.rope_theta = 0 is not a number above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
     # Weights.
     Case("lost shard", "model", ("model-00001-of-00002.safetensors", "get the missing files"), edit=lost_shard),

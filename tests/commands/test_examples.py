@@ -1,6 +1,6 @@
 """Every example of the help of `mrl`, `mrl sft`, `mrl ppo`, `mrl convert` and `mrl config`, run as it stands.
 
-Those of `mrl slurm` are parsed in tests/slurm/test_render.py, and those of each other command beside its tests.
+Those of each other command run beside its tests; tests/test_cli.py parses all of them.
 """
 
 from __future__ import annotations

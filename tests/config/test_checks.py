@@ -99,12 +99,11 @@ def test_a_model_that_reads_images_needs_the_fsdp_backend():
 
 
 def test_number_of_processes():
-    assert choose_nproc(None, device="auto", gpus=8, needed=2) == 8
-    assert choose_nproc(None, device="auto", gpus=0, needed=2) == 2
-    assert choose_nproc(4, device="cpu", gpus=0, needed=2) == 4
-    assert choose_nproc(4, device="auto", gpus=8, needed=2) == 4
+    assert choose_nproc(None, gpus=8, needed=2) == 8
+    assert choose_nproc(None, gpus=0, needed=2) == 2
+    assert choose_nproc(4, gpus=8, needed=2) == choose_nproc(4, gpus=0, needed=2) == 4
     with pytest.raises(ConfigError, match="--nproc: value 16 is above the 8 GPUs"):
-        choose_nproc(16, device="auto", gpus=8, needed=1)
+        choose_nproc(16, gpus=8, needed=1)
 
 
 MUON = {"optimizer": {"name": "muon"}}

@@ -11,12 +11,12 @@ from mrl.config.command import roots
 from mrl.config.keys import walk_keys
 from mrl.config.load import apply_override, from_dict, load_config
 from mrl.errors import MAX_LINE, MAX_MISTAKES, ConfigError
-from tests.config import fuzz
+from tests.config.bases import BASES
 
 BROKEN = {
     "sft": (
         {"modle": {"path": "m"}, "seed": "x", "model": {"dtype": "bf16"}, "train": {"steps": "ten", "fo": 1}},
-        ["modle.path", "seed", "model.path", "model.dtype", "data.train", "train.fo", "train.steps"],
+        ["modle", "seed", "model.path", "model.dtype", "data.train", "train.fo", "train.steps"],
     ),
     "ppo": (
         {
@@ -69,7 +69,7 @@ def test_every_key_that_is_mistyped_at_once_is_found(command):
 
 def test_one_mistake_is_one_line_and_two_overrides_are_two(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        from_dict({**fuzz.BASES["sft"], "seed": "x"})
+        from_dict({**BASES["sft"], "seed": "x"})
     assert caught.value.others == () and "\n" not in str(caught.value)
     (tmp_path / "c.yaml").write_text("{}")
     with pytest.raises(ConfigError, match=r"^foo: is not an override.*\nbar: the override has no value"):

@@ -123,8 +123,17 @@ def runs(tmp_path_factory):
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=str)
+SHARED = ("output_dir", "train.steps", "data.shuffle", "data.chat_template", "train.eval_prompts")
+"""Keys whose code `mrl sft` shares, or that stand beside another of the kind: the nights see them here."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(row), marks=pytest.mark.nightly if row.key in SHARED else pytest.mark.slow)
+        for row in ROWS
+    ],
+)
 def test_key_reaches_what_it_configures(runs: Runs, row: Row):
     runs.check(row, "megatron")
 

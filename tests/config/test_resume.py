@@ -11,7 +11,7 @@ from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.preference_losses import ROWS
-from mrl.config.resume import ABSENT, NEW_LENGTH, OF_ROWS, Change, changed_keys, check_resume, may_change, path_keys
+from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, path_keys
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import PPO_BASE, base, merged
@@ -45,7 +45,7 @@ def test_layout_output_and_length_may_change():
     notes = [str(change) for change in check_resume(plain(train={"steps": 10}), new)]
     assert len(notes) == 11
     assert 'output_dir: "run" at the save, "elsewhere" now' in notes
-    assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
+    assert "train.steps: 10 at the save, 20 now (a schedule that decays follows the new length)" in notes
 
 
 @pytest.mark.parametrize("command", ["sft", "ppo"])
@@ -154,24 +154,6 @@ def plain_ppo(**sections: object) -> dict:
     return to_dict(from_dict(merged(PPO_BASE, sections), PPOConfig))
 
 
-@pytest.mark.parametrize(
-    ("make", "keys", "truncation", "of_steps", "of_rows"),
-    [
-        (plain, {"train": {"steps": 10}}, "drop", NEW_LENGTH, ""),
-        (plain, {"train": {"steps": None}}, "drop", NEW_LENGTH, f"{OF_ROWS}, and so is the schedule"),
-        (plain, {"train": {"steps": None}}, "left", NEW_LENGTH, ""),
-        (plain, {"train": {"steps": None}, "optimizer": {"schedule": "constant"}}, "drop", "", OF_ROWS),
-        (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "grpo"}}, "drop", "", ""),
-        (plain_ppo, {"train": {"steps": 4}, "actor": {"optimizer": {"schedule": "constant"}}, "algorithm": {"name": "ppo"}}, "drop", NEW_LENGTH, ""),
-    ],
-)  # fmt: skip
-def test_what_a_change_changes_too_is_said_where_it_does(make, keys, truncation, of_steps, of_rows):
-    old, new = make(**keys), make(**keys, data={"truncation": truncation})
-    old["train"]["epochs"], new["train"]["epochs"] = 1.0, 2.0
-    effects = {change.key: change.effect for change in check_resume(old, new)}
-    assert effects == {"train.epochs": of_steps, "data.truncation": of_rows}
-
-
 def test_ppo_layouts_of_every_role_and_what_moved_may_change():
     engine = {
         "parallel": {"tp": 2},
@@ -188,7 +170,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         rewards={"workers": 1, "timeout_s": 30, "concurrency": 2, "on_error": "zero"}, algorithm={"max_sampling_rounds": 20},
     )  # fmt: skip
     notes = [str(change) for change in check_resume(plain_ppo(), new)]
-    assert "train.steps: null at the save, 20 now (the learning-rate schedule follows the new length)" in notes
+    assert "train.steps: null at the save, 20 now (a schedule that decays follows the new length)" in notes
     for role in ("actor", "critic", "reference"):
         assert f"{role}.engine.parallel.tp: 1 at the save, 2 now" in notes
     assert 'critic.model.path: "m" at the save, "critic" now' in notes
@@ -217,32 +199,17 @@ GSM8K, STOP = {"name": "gsm8k"}, [f"stop {i}" for i in range(20)]
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        (
-            {"rewards": {"functions": [GSM8K | {"strict": True}]}},
-            "rewards.functions[0].strict: value true is not the false that",
-        ),
-        (
-            {"rewards": {"functions": [GSM8K | {"weight": 2}]}},
-            "rewards.functions[0].weight: value 2.0 is not the 1.0 that",
-        ),
-        (
-            {"rewards": {"functions": [GSM8K, {"name": "math"}]}},
-            'rewards.functions: value [..., {"name": "math", ...}] is not the [...] that',
-        ),
-        (
-            {"rewards": None, "rollout": {"environment": "e.py:E", "stop": STOP[:19]}},
-            'rewards: value null is not the {"functions": [{"name": "gsm8k", ...}]} that',
-        ),
-        ({"rollout": {"stop": [*STOP[:19], "x"]}}, 'rollout.stop: value [..., "x"] is not the [..., "stop 19"] that'),
+        ({"rewards": {"functions": [GSM8K | {"weight": 2}]}}, "rewards.functions[0].weight: value 2.0 is not the 1.0 that"),
+        ({"rewards": {"functions": [GSM8K, {"name": "math"}]}}, 'rewards.functions: value [{"name": "gsm8k"'),
+        ({"rollout": {"stop": [*STOP[:19], "x"]}}, 'rollout.stop[19]: value "x" is not the "stop 19" that'),
     ],
-)
+)  # fmt: skip
 def test_ppo_of_lists_and_mappings_what_differs_is_named(sections, says):
     saved = {"rewards": {"functions": [GSM8K]}, "rollout": {"stop": STOP}}
-    with pytest.raises(ConfigError, match=f"^{re.escape(says)} the checkpoint was saved with; "):
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}.* the checkpoint was saved with; "):
         check_resume(plain_ppo(**saved), plain_ppo(**merged(saved, sections)))
-    columns = [dict.fromkeys(texts, "a") for texts in (STOP, STOP[1:], [])]
-    assert str(Change("data.columns", *columns[:2])) == 'data.columns: {"stop 0": "a"} at the save, {} now'
-    assert '"a", "stop 3": "a", "stop 4": "a", ...} at' in str(Change("data.columns", *columns[::2]))
+    changed = Change("data.columns", {"a": "x", "b": "y"}, {"a": "x", "b": "z"})
+    assert str(changed) == 'data.columns.b: "y" at the save, "z" now'
 
 
 def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():

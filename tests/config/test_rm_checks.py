@@ -29,7 +29,6 @@ REFUSED = [
     ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
     (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),
     ((*GRADED, "data.format=preference"), "set loss.name to bradley_terry, or data.format to graded"),
-    (('data.prompt_end=""',), 'data.prompt_end: value "" ends no prompt; give text'),
     (
         ('data.prompt_end="A:"', "data.turns={user: 'U:', assistant: 'A:'}"),
         'data.prompt_end: value "A:" is of raw text',

@@ -67,10 +67,10 @@ MATH = ("reference.others={math: {model: {path: x}}}",)
 REFUSED_OPD = [
     (("reference.model.path=null",), "reference.model.path: value null leaves algorithm.name opd no teacher"),
     (("reference.update_every=2",), "reference.update_every: value 2 would make the actor its own teacher"),
-    (("algorithm.kl_in=loss",), 'algorithm.kl_in: value "loss" takes from algorithm.name opd its reward'),
+    (("algorithm.kl_in=loss",), 'algorithm.kl_in: value "loss" is not what algorithm.name opd minimizes'),
     (("algorithm.name=grpo",), "rewards: value null leaves nothing to learn from"),
     ((*OVER, "algorithm.distill.beta=0.5"), "algorithm.distill.beta: value 0.5 is not used by algorithm.distill.loss reverse_kl; leave it out"),
-    ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what is minimized with algorithm.distill'),
+    ((*OVER, "algorithm.kl_in=reward"), 'algorithm.kl_in: value "reward" is not what algorithm.name opd minimizes'),
     ((*OVER, "algorithm.kl_estimator=k3"), 'algorithm.kl_estimator: value "k3" would not be read by this opd'),
     ((*OVER, "algorithm.clip_low=0.1"), "algorithm.clip_low: value 0.1 is of the objective on rewards, and there are none beside algorithm.distill; leave it out, or give rewards.functions with a weight"),
     ((*OVER, "algorithm.correction=truncate", "rewards.functions=[{name: math, weight: 0}]"), 'algorithm.correction: value "truncate" is of the objective on rewards'),

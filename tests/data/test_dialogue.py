@@ -133,14 +133,10 @@ def test_messages_without_a_template_are_refused(tmp_path, command, row, made):
 
 
 @pytest.mark.parametrize(
-    ("turns", "says"),
-    [
-        ({"user": "U:"}, "data.turns.assistant: is missing"), ({"user": "U:", "assistant": "U:"}, "one marker for two roles"),
-        ({"user": "U:", "assistant": " "}, 'data.turns.assistant: value " " marks no turn'), ("U:", "data.turns: value"),
-        ({"human": "U:", "assistant": "A:"}, "data.turns.human: is no role"), ({"user": 1, "assistant": "A:"}, "marks no turn"),
-    ],
+    "turns",
+    [{"user": "U:"}, {"user": "U:", "assistant": "U:"}, {"user": "U:", "assistant": " "}, "U:", {"human": "U:", "assistant": "A:"}],
 )  # fmt: skip
-def test_markers_are_checked(turns, says):
+def test_markers_are_checked(turns):
     with pytest.raises(ConfigError) as error:
         build_section(DataConfig, {"train": "a.jsonl", "turns": turns}, "data", DataConfig)
-    assert says in str(error.value)
+    assert str(error.value).startswith("data.turns: value ") and "does not mark the turns" in str(error.value)

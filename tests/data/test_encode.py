@@ -70,7 +70,9 @@ def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_differenc
 
 def test_a_generation_prompt_that_the_whole_does_not_have_is_an_error():
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-    with pytest.raises(DataError, match=r"rendered up to it, with the generation prompt, it has .*<think>.* where .*fox"):
+    with pytest.raises(
+        DataError, match=r"rendered up to it, with the generation prompt, it has .*<think>.* where .*fox"
+    ):
         encode(Chat(turns("hello", "fox")), template)
 
 

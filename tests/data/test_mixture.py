@@ -262,7 +262,7 @@ def test_every_source_is_read_in_its_own_way(tmp_path):
 
 
 WRONG = {
-    "number": (3, "data.train: value 3 is a whole number (quote it to make it text); give text, or a list of sources"),
+    "number": (3, "data.train: value 3 is a whole number; give text, or a list of sources"),
     "mapping": ({"path": "a"}, "data.train: value {\"path\": \"a\"} is a mapping; give text, or a list of sources, as in"),
     "empty": ([], "data.train: value [] names no source"),
     "entry": ([3], "data.train[0]: value 3 is a whole number; give a mapping with any of the keys"),
@@ -275,8 +275,8 @@ WRONG = {
     "no roles": ([{"path": "a", "loss_on": []}], "data.train[0].loss_on: value [] names no role"),
 }  # fmt: skip
 WRONG_EVAL = {
-    "number": (3, "data.eval: value 3 is a whole number (quote it to make it text); give text, a mapping of names to"),
-    "list": (["a"], 'data.eval: value ["a"] is a list; give text, a mapping of names to sources'),
+    "number": (3, "data.eval: value 3 names no source; give text, a mapping of names to"),
+    "list": (["a"], 'data.eval: value ["a"] names no source; give text, a mapping of names to sources'),
     "empty": ({}, "data.eval: value {} names no source"),
     "name": ({"a b": "x"}, 'data.eval: value "a b" is no name for metrics'),
     "entry": ({"a": None}, "data.eval.a.path: is missing and has no default"),

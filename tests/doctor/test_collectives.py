@@ -42,7 +42,7 @@ def test_processes_that_hang_are_ended_with_a_line(site):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_fails_is_quoted(site):
     """And not the other one, which waits for it."""
     text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(600)\nraise RuntimeError('no such device')"

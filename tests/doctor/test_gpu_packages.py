@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from mrl.doctor import gpu_packages
-from mrl.doctor.imports import ImportResult
-from mrl.mcore_models import optional, versions
+from mrl.mcore_models import optional
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
 
@@ -90,15 +89,6 @@ def test_pypis_apex_is_told_from_nvidias(site, torch):
         assert "pip uninstall apex" in found.fix
 
 
-def test_nvidias_apex_without_its_kernels_is_nvidias(site, torch):
-    package(site, "apex", optimizers="")
-    package(site / "apex", "multi_tensor_apply")
-    found = look()["apex"]
-    assert found.level == "warning" and "No module named 'amp_C'" in found.what and "another" not in found.what
-    package(site, "amp_C")
-    assert look()["apex"].level == "ok"
-
-
 def test_broken_ones_are_named(site, torch):
     text, says = BREAKS["OSError"]
     package(site, "transformer_engine", text)
@@ -125,19 +115,3 @@ def test_whole_ones(site, torch):
     assert found["flash-attn-4"].what == "flash-attn 4 4.0.0b11 loads"
     assert found["flash-attn-2"].what.startswith("flash-attn 2 is not installed")
     assert found["vllm"].level == "note" and "tested with vLLM 0.26 to 0.32" in found["vllm"].what
-
-
-def test_an_installation_that_broke_off_and_a_finder_that_raises(site, monkeypatch):
-    """pip's folder without METADATA has no version; an editable install's finder may raise anything."""
-    package(site, "flash_attn")
-    (site / "flash_attn-2.8.3.dist-info").mkdir()
-    said = by_name(gpu_packages.section({"flash_attn": ImportResult()}, gpu=True))["package.flash-attn-2"]
-    assert said.what == "flash-attn 2 loads"
-    assert versions.version_of("flash-attn") == versions.NOT_INSTALLED
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            raise RuntimeError(name)
-
-    monkeypatch.setattr("sys.meta_path", [Finder()])
-    assert not [package for package in gpu_packages.PACKAGES if package.is_present]

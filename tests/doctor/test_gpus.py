@@ -63,12 +63,6 @@ def test_an_nvidia_smi_that_fails(programs):
     assert look()["gpu"].level == "warning", "torch sees them all the same"
 
 
-def test_an_nvidia_smi_that_hangs(programs, monkeypatch):
-    monkeypatch.setattr(gpus, "LIMIT_S", 0.3)
-    program(programs, "nvidia-smi", "sleep 60")
-    assert "did not end within 0.3 s" in look()["gpu"].what
-
-
 @pytest.mark.parametrize(
     "changes, environment, level, says",
     [
@@ -100,9 +94,8 @@ def test_what_torch_tried_on_them(programs):
 
 def test_no_gpu_is_a_note(programs, monkeypatch):
     assert look()["gpu"].what == "2 GPUs (NVIDIA H100 80GB HBM3); no nvidia-smi here"
-    monkeypatch.setattr(gpus, "_on_the_bus", lambda: False)
     monkeypatch.setattr(gpus.glob, "glob", lambda _: [])
     found = look(TORCH | {"count": 0, "gpus": [], "cuda": None})
     assert found["gpu"].level == "note" and len(found) == 1
-    monkeypatch.setattr(gpus, "_on_the_bus", lambda: True)
+    monkeypatch.setattr(gpus.glob, "glob", lambda _: ["/dev/nvidia0"])
     assert look(None)["gpu"].level == "warning"

@@ -25,18 +25,6 @@ def test_one_that_loads_has_a_version_and_one_that_hangs_is_given_up(site):
     assert load("mrl_hangs", ["mrl_hangs"], limit_s=0.5).error.startswith("its import did not end within 0.5 s")
 
 
-def test_a_folder_of_that_name_is_no_package(site):
-    (site / "mrl_folder").mkdir()
-    assert "a folder of that name" in load("mrl_folder", ["mrl_folder"]).error
-
-
-def test_what_prints_as_python_starts_is_not_taken_for_an_answer(site):
-    for name in ("usercustomize.py", "sitecustomize.py"):
-        (site / name).write_text("print('hello'); print('[1]'); print('{\"a\": '); print('{\"name\": 1}')")
-    package(site, "mrl_good")
-    assert load("mrl_good", ["mrl_good"]).works
-
-
 def test_torch_says_what_it_is(site):
     """A torch of few words: what it cannot be asked is under `errors`."""
     package(

@@ -10,7 +10,6 @@ from mrl.doctor.imports import ImportResult
 from mrl.mcore_models.optional import ABSENT
 from mrl.rollout.vllm_start import TESTED
 from tests.doctor.conftest import by_name
-from tests.doctor.machines import distribution
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = dict.fromkeys(known.NEEDED_PACKAGES, "1.2.3") | known.versions(known.this_python())
@@ -53,9 +52,7 @@ def test_absent_and_broken_ones_say_what_they_cost():
     found = look(missing=known.NEED_TORCH, jinja2=ImportResult(ABSENT), wandb=broken, torch=broken)
     assert found["packages.absent"].what == "not installed, so no run starts: jinja2"
     torch = found["package.torch"]
-    assert torch.level == "fault" and torch.what.endswith(
-        "it is built for another CUDA than is here: a run does not work"
-    )
+    assert torch.level == "fault" and torch.what.endswith("cannot open shared object file): a run does not work")
     assert torch.fix == f"pip install --force-reinstall 'torch=={VERSIONS['torch']}'"
     assert found["package.wandb"].level == "warning" and "log.wandb does not work" in found["package.wandb"].what
     assert not {"torch", "megatron-core"} & found["packages"].data.keys() and "torch.build" not in found
@@ -81,21 +78,8 @@ def test_other_versions_than_the_known():
     assert "rich 13.0" in found["packages"].what
 
 
-def test_a_python_that_nothing_is_known_of(monkeypatch):
-    monkeypatch.setattr(known, "this_python", lambda: "3.99")
-    found = look()
-    assert found["python"].level == "warning" and "3.11 and 3.12" in found["python"].what
-    assert found["packages"].what.startswith("these load: ")
-
-
 def test_what_torch_is_built_for():
     facts = FACTS | {"cuda": "13.0", "nccl": [2, 27, 3], "cudnn": 92501}
     found = look(torch=ImportResult(version="2.13.0", facts=facts))
     assert found["torch.build"].what == "torch 2.13.0 is built for CUDA 13.0, NCCL 2.27.3, cuDNN 9.25.1"
     assert look(torch=ImportResult(version="2.13.0"))["torch.build"].level == "fault"
-
-
-def test_mrl_that_is_installed_in_another_version(site):
-    distribution(site, "mrl", "0.0.1")
-    found = packages._mrl()
-    assert found.level == "warning" and found.what.endswith("runs, and 0.0.1 is installed")

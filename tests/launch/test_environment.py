@@ -29,18 +29,6 @@ def test_half_an_environment_is_refused(missing):
         joined_world({k: v for k, v in TORCHRUN.items() if k != missing})
 
 
-@pytest.mark.parametrize(
-    ("environ", "name", "value"),
-    [
-        (TORCHRUN, "RANK", "x"), (TORCHRUN, "WORLD_SIZE", ""), (TORCHRUN, "LOCAL_RANK", "-1"),
-        (TORCHRUN, "MASTER_PORT", "1.5"), (SRUN, "SLURM_PROCID", "x"), (SRUN, "SLURM_NTASKS", "x"),
-    ],
-)  # fmt: skip
-def test_what_is_no_number_is_refused_by_name(environ, name, value):
-    with pytest.raises(ConfigError, match=f"^environment: {name} is '{value}', not a whole number; "):
-        joined_world(environ | {name: value})
-
-
 def test_srun_derives_what_torch_needs():
     joined = joined_world(SRUN)
     assert (joined.launcher, joined.rank, joined.world_size) == ("srun", 5, 8)

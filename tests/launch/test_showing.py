@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mrl import cli
 from mrl.commands import data as record
 from mrl.data.order import row_order
-from mrl.data.show import TRAINS, ShownSequence, summary, text_lines
+from mrl.data.show import TRAINS, ShownSequence, text_lines
 from tests.data.tiny_tokenizers import make_tokenizer, write_jsonl
 from tests.trainers import tiny_runs
 
@@ -68,15 +68,10 @@ def test_rows_are_shown_in_the_order_of_the_run_with_what_trains_between_marks(i
 @pytest.mark.parametrize(
     ("name", "words", "says", "row"),
     [
-        (
-            "sums",
-            (),
-            "read as a config of mrl sft (--as dpo or --as rm for another)",
-            "train.jsonl:3: 17 tokens, 2 train",
-        ),
-        ("pairs", (), "read as a config of mrl dpo (--as sft or --as rm for another)", "pairs.jsonl:3: chosen: "),
+        ("sums", (), "read as a config of mrl sft (--as for another)", "train.jsonl:3: 17 tokens, 2 train"),
+        ("pairs", (), "read as a config of mrl dpo (--as for another)", "pairs.jsonl:3: chosen: "),
         ("pairs", ("--as", "rm"), "read as a config of mrl rm", "pairs.jsonl:3: chosen: "),
-        ("prompts", (), "read as a config of mrl ppo", "pairs.jsonl:3: "),
+        ("prompts", (), "read as a config of mrl ppo (--as for another)", "pairs.jsonl:3: "),
     ],
 )
 def test_the_rows_and_a_tokenizer_suffice(inputs, tmp_path, name, words, says, row):
@@ -215,10 +210,6 @@ def test_weights_colours_and_what_a_terminal_would_take_for_a_command():
     assert f"{TRAINS}\\x1b[2J\x1b[0m" in coloured[0] and f"{TRAINS}lazy\x1b[0m" in coloured[1]
     long = ShownSequence("", [ids[0][0]] * 1000, [0.0] + [1.0] * 999)
     assert "... 400 tokens, 400 of them train ..." in list(text_lines(tokenizer, long, coloured=False))
-
-
-def test_lengths_are_summed_up():
-    assert summary(list(range(1, 101))) == "mean 50.5, median 50, 95 % within 95, longest 100"
 
 
 def test_colours_are_for_terminals_that_want_them(monkeypatch, inputs):

@@ -328,9 +328,6 @@ ON_GPUS = (
         ("config = automatic.sampled_by(given, backend)", "pass"),
     ),
     *_of(
-        "launch/start.py",
-        "launch/test_automatic.py::test_a_first_rank_that_fails_waits_until_the_others_have_read_why",
-        ("store.wait([_read_by(rank) for rank in range(1, world_size)], READ_LIMIT)", "pass"),
     ),
     *_of(
         "trainers/used_folder.py",

@@ -93,14 +93,6 @@ class Done:
     stderr: str
 
 
-def within(seconds: float, words: list[str], folder: str) -> Done:
-    """Does as `command` with so long to choose what is `auto`."""
-    from mrl.launch import automatic
-
-    automatic.PLAN_S = seconds
-    return command(words, folder)
-
-
 def command(words: list[str], folder: str, hub: str | None = None) -> Done:
     """Runs `mrl` with these words in a folder. hub: the cache of Hugging Face's hub, which is not asked."""
     import os

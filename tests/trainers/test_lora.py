@@ -103,7 +103,7 @@ def test_an_adapter_is_a_model_to_start_from_of_mrl_ppo_alone(whole, tmp_path):
         shutil.copytree(adapter, other)
         about = json.loads((other / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
         (other / "adapter_config.json").write_text(json.dumps(about))
-        says = r"^reward.model.path: .*is an adapter over .*, which is not here; .*--model BASE"
+        says = r"^reward.model.path: .*is an adapter over .*, which is no model here; .*--model BASE"
         with pytest.raises(ModelError, match=says):
             read_model_config(ModelConfig(path=str(other)), "reward.model", merges=True)
 
@@ -165,7 +165,7 @@ def test_an_adapter_over_an_adapter_is_refused(rl_inputs, tmp_path):
     tiny.make_adapter(str(tmp_path / "one"), str(rl_inputs / "model"), LoraConfig(rank=2, alpha=4.0))
     config = tmp_path / "one" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(tmp_path / "one")}))
-    with pytest.raises(ModelError, match="which is an adapter itself"):
+    with pytest.raises(ModelError, match="which is no model here"):
         read_model_config(ModelConfig(path=str(tmp_path / "one")), "actor.model", merges=True)
 
 

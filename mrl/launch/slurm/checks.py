@@ -14,7 +14,7 @@ from mrl.config.command import Config, Part, RowsRunConfig, Server, TrainingComm
 from mrl.errors import ConfigError, quoted
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
-from mrl.launch.slurm.render import TemplateNames, reads_of
+from mrl.launch.slurm.render import reads_of
 from mrl.parallel import ParallelDims
 from mrl.words import pluralize
 
@@ -44,7 +44,6 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig, *,
     return [
         *_across_nodes(parts, layouts, options),
         *_check_cores(options),
-        *_check_server_cores(options),
         *(_check_time(rows, options) if rows is not None else ()),
     ]
 
@@ -55,37 +54,29 @@ def check_template(config: Config, options: SlurmConfig, given: Collection[str] 
     The names that the template reads decide, so a changed copy is checked too. server: the source of the run's samples.
     """
     reads = reads_of(options)
-    in_mounts = ":," if "mounts" in reads.names else ""
-    for name, value, refused in (
-        ("output_dir", config.output_dir, "\n\0\\" + in_mounts),
-        ("working directory", os.getcwd(), "\n\0" + in_mounts),
-    ):
-        if refused_options := [c for c in value if c in refused]:
-            raise ConfigError(
-                name,
-                quoted(value),
-                f"has {refused_options[0]!r} in it, which the job's script cannot have there",
-                "give another folder",
-            )
-    if "image" in reads.needs and options.image is None:
+    for name, value in (("output_dir", config.output_dir), ("working directory", os.getcwd())):
+        if "\n" in value or ("mounts" in reads and set(":,") & set(value)):
+            why = "has a character in it that the job's script cannot have there"
+            raise ConfigError(name, quoted(value), why, "give another folder")
+    if "image" in reads and options.image is None:
         raise ConfigError(
             "slurm.image", why=f"is missing, and the template {options.template} needs it", fix="give --image"
         )
     _check_unused(options, reads, given)
-    if "server_command" in reads.needs or options.servers.nodes:
+    if "server_command" in reads or options.servers.nodes:
         _check_servers(server, options)
 
 
-def _check_unused(options: SlurmConfig, reads: TemplateNames, given: Collection[str]) -> None:
+def _check_unused(options: SlurmConfig, reads: Collection[str], given: Collection[str]) -> None:
     for name in ("image", "mounts"):
-        if getattr(options, name) and name not in reads.names:
+        if getattr(options, name) and name not in reads:
             raise ConfigError(
                 f"slurm.{name}",
                 getattr(options, name),
                 f"is not used by the template {options.template}",
                 "give --template container or apptainer",
             )
-    if reads.names & {"servers", "server_command", "server_directives"}:
+    if "server_command" in reads:
         return
     for field in dataclasses.fields(options.servers):
         value = getattr(options.servers, field.name)
@@ -109,10 +100,6 @@ def _check_servers(server: Server | None, options: SlurmConfig) -> None:
     if not options.servers.nodes:
         raise ConfigError(
             "slurm.servers.nodes", 0, f"leaves the template {options.template} without a server", "give --servers-nodes"
-        )
-    if options.array is not None:
-        raise ConfigError(
-            "slurm.array", options.array, "cannot be of a heterogeneous job, says Slurm", "submit one job a task"
         )
 
 
@@ -164,23 +151,9 @@ def _check_cores(options: SlurmConfig) -> list[str]:
     ]
 
 
-def _check_server_cores(options: SlurmConfig) -> list[str]:
-    """Returns a warning for servers without a number of cores.
-
-    Extra lines of the first part, as --exclusive, do not count.
-    """
-    if not options.servers.nodes or options.servers.cpus_per_task is not None:
-        return []
-    return [
-        "slurm.servers.cpus_per_task: is not given, and many sites give a task 1 core: all processes of a server would "
-        f"share it; give --servers-cpus-per-task, as in {4 * max(options.servers_gpus, 2)}"
-    ]
-
-
 def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
     """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
-    left_s = None if limit_s is None else limit_s - options.signal_s
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every
     found = []
     if step_s is not None and step_s > options.signal_s:
@@ -192,19 +165,7 @@ def _check_time(config: RowsRunConfig, options: SlurmConfig) -> list[str]:
         found.append(
             "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
         )
-    elif limit_s is None or left_s is None:
-        pass
-    elif config.train.steps is not None and every >= config.train.steps:
-        found.append(
-            f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal "
-            "saves before the end; a node that fails loses all"
-        )
-    elif step_s is None and every > left_s:
-        found.append(
-            f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit "
-            f"of {in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
-        )
-    elif step_s is not None and every * step_s > left_s:
+    elif limit_s is not None and step_s is not None and every * step_s > limit_s - options.signal_s:
         found.append(
             f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time "
             f"limit is {in_words(limit_s)}: only the signal before it saves; a node that fails loses all"

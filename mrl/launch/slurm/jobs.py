@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.weights.json_file import parse_json
 
 END_STATES = (
     "COMPLETED",
@@ -143,21 +142,6 @@ def _fields(line: str) -> dict[str, str]:
     return dict(part.lstrip(" ").split("=", 1) for part in _FIELD.split(line) if "=" in part)
 
 
-def nodes_of(partitions: str | None) -> int | None:
-    """Returns the nodes of the largest of partitions `a,b`, or of the site's default; None where Slurm is silent."""
-    with contextlib.suppress(ConfigError):
-        found = [_fields(line) for line in call("scontrol", "show", "partition", "--oneliner").splitlines()]
-        asked = partitions.split(",") if partitions is not None else None
-        sizes = [
-            int(one.get("TotalNodes", ""))
-            for one in found
-            if (one.get("Default") == "YES" if asked is None else one.get("PartitionName") in asked)
-            and one.get("TotalNodes", "").isdecimal()
-        ]
-        return max(sizes, default=None)
-    return None
-
-
 def mine() -> list[Job]:
     """Returns the user's jobs in the queue that `mrl slurm submit` has put there."""
     ids = call("squeue", "--me", "--noheader", "--format=%A").split()
@@ -169,16 +153,7 @@ def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_record(path, number, line) for number, line in enumerate(lines[:-1], 1)]
-
-
-def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        record = parse_json(line)
-        if isinstance(record, dict) and isinstance(record.get("job"), str) and "array" in record:
-            return record
-    raise ConfigError(f"{path}:{number}", why="is no record of a job", fix="delete that line")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -212,7 +187,7 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """Returns the newest job of a run's folder, or of the folder of an array's task, or the job of an id.
+    """Returns the newest job of a run's folder, or the job of an id.
 
     None returns those of this folder, or else all of the user's jobs in the queue. Raises ConfigError if there is none.
     """
@@ -225,12 +200,6 @@ def targets(what: str | None) -> list[Target]:
     if re.fullmatch(r"\d+(_\d+)?", what) and not os.path.isdir(what):
         return [_of_id(what)]
     folder = pathlib.Path(what).expanduser().absolute()
-    if not folder.is_dir():
-        raise ConfigError(
-            what, why="is neither a job's id nor a folder", fix="give the output_dir of a run, or an id such as 1234"
-        )
-    if (task := re.fullmatch(r"task_(\d+)", folder.name)) and (folder.parent / "slurm" / RECORDS).is_file():
-        return [_newest_task(folder.parent / "slurm", task[1])]
     if not (folder / "slurm" / RECORDS).is_file():
         raise ConfigError(
             what, why="no job was submitted for it by `mrl slurm submit`", fix="give another output_dir, or a job's id"
@@ -239,20 +208,7 @@ def targets(what: str | None) -> list[Target]:
 
 
 def _newest(slurm_dir: pathlib.Path) -> Target:
-    submitted = records(slurm_dir)
-    if not submitted:
-        raise ConfigError(slurm_dir / RECORDS, why="has no record of a job", fix="give a job's id")
-    job_id = submitted[-1]["job"]
-    return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
-
-
-def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
-    arrays = [record["job"] for record in records(slurm_dir) if record["array"] is not None]
-    if not arrays:
-        raise ConfigError(
-            f"task_{task}", why=f"no array was submitted for {slurm_dir.parent}", fix="give that folder, or a job's id"
-        )
-    job_id = f"{arrays[-1]}_{task}"
+    job_id = records(slurm_dir)[-1]["job"]
     return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from typing import Any, Literal
 
 from mrl.config.schema import key
@@ -151,12 +150,8 @@ def check_options(options: SlurmConfig) -> None:
         why = f"is not longer than the {options.signal_s} s before its end at which the run saves (slurm.signal_s)"
         raise ConfigError("slurm.time", options.time, why, "give more time")
     for name in options.env:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError(
-                "slurm.env",
-                why=f"the name {show(name)} is none of an environment variable",
-                fix="use letters, digits and _",
-            )
+        if not name.isidentifier():
+            raise ConfigError("slurm.env", name, "is no name of a variable", "use letters, digits and _")
     for line in options.sbatch:
         if not line.startswith("-"):
             raise ConfigError(
@@ -176,41 +171,16 @@ SAME_NAMES = tuple("""
 """.split())  # fmt: skip  # noqa: SIM905
 """Slurm's options that keys of `SlurmConfig` are called after."""
 
-_OURS = {
-    **{name: f"--{name}" for name in ("job-name", *SAME_NAMES)},
-    "ntasks-per-node": "--processes-per-node",
-    "signal": "--signal-s",
-    "requeue": "--max-restarts",
-    "no-requeue": "--max-restarts 0",
-    "chdir": "another folder to submit from",
-    "output": "output_dir",
-    "open-mode": "output_dir",
-}  # fmt: skip
-"""What Slurm's option of a line that mrl writes is to be given as."""
-
-_SHORT = {
-    "J": "job-name", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "partition", "A": "account", "q": "qos",
-    "C": "constraint", "x": "exclude", "w": "nodelist", "a": "array", "d": "dependency", "D": "chdir", "o": "output",
-}  # fmt: skip
+OURS = (*SAME_NAMES, "job-name", "ntasks-per-node", "signal", "requeue", "no-requeue", "chdir", "output", "open-mode")
+"""Slurm's options of lines that mrl writes."""
 
 
 def _check_repeated(line: str) -> None:
     """Raises ConfigError for an option that mrl writes. Slurm would take the later one, unlike the checks."""
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise ConfigError(
-            "slurm.sbatch", why=f"the line {show(line)} is wrong: {error}", fix="correct its quotes"
-        ) from None
-    for word in words:
-        short = _SHORT.get(word[1:2]) if not word.startswith("--") else None
-        name = short if short and word.startswith("-") else word[2:].partition("=")[0]
-        if word.startswith("-") and name in _OURS:
-            raise ConfigError(
-                "slurm.sbatch",
-                why=f"the line {show(line)} gives Slurm's --{name}, which mrl writes",
-                fix=f"give {_OURS[name]}",
-            )
+    for option in re.findall(r"(?:^|\s)(--[\w-]+|-\w)", line):
+        if option.removeprefix("--") in OURS or not option.startswith("--"):
+            why = f"{option} of the line {show(line)} is short, or mrl writes it"
+            raise ConfigError("slurm.sbatch", why=why, fix="give the option of mrl slurm for it, or a long one")
 
 
 def _check_text(section: Any, path: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from mrl.config.build import build_section
 from mrl.config.load import read_yaml
-from mrl.errors import ConfigError, quoted
 from mrl.launch.slurm.options import DEFAULT_PROFILE, Profile, SlurmConfig, check_options
 
 
@@ -18,11 +17,7 @@ def load_options(profile: str | None, given: Mapping[str, Any]) -> SlurmConfig:
     profile: None is DEFAULT_PROFILE, which need not exist. Lists and mappings are added to the profile's.
     """
     path = pathlib.Path(profile or DEFAULT_PROFILE).expanduser()
-    if profile is not None and path.is_dir():
-        raise ConfigError("--profile", quoted(profile), "is a folder", "give a YAML file with a `slurm:` block")
-    if profile is not None and not path.is_file():
-        raise ConfigError("--profile", quoted(profile), "does not exist", "give a YAML file with a `slurm:` block")
-    raw = read_yaml(path) if path.is_file() else {}
+    raw = read_yaml(path) if profile is not None or path.is_file() else {}
     block = dict(raw.get("slurm") or {}) if isinstance(raw.get("slurm") or {}, Mapping) else raw["slurm"]
     if isinstance(block, dict):
         for name, value in given.items():

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -51,47 +51,32 @@ class Job:
 
 def template_text(name: str) -> str:
     """Returns the text of a template of the package."""
-    path = TEMPLATES / (name + SUFFIX)
-    if name not in (*NAMES, "base"):
-        raise ConfigError("template", name, "is none", f"the templates are base, {', '.join(NAMES)}")
-    return path.read_text(encoding="utf-8")
+    return (TEMPLATES / (name + SUFFIX)).read_text(encoding="utf-8")
 
 
-@dataclasses.dataclass(frozen=True)
-class TemplateNames:
-    """Names that a template reads, and those of the templates it extends except `base`."""
+def reads_of(options: SlurmConfig) -> frozenset[str]:
+    """Returns names that the job's template reads, and those of the templates it extends except `base`.
 
-    names: frozenset[str]
-    needs: frozenset[str]  # those outside any `if`
-
-
-def reads_of(options: SlurmConfig) -> TemplateNames:
-    """Returns what the job's template reads. Raises ConfigError where one cannot be read, or has a mistake."""
-    environment, names, asked = _environment(options), set(), set()
+    Raises ConfigError where one cannot be read, or has a mistake.
+    """
+    environment, names = _environment(options), set()
     waiting, seen = [_file_name(options.template)], {"base" + SUFFIX}
     with _errors_of(options):
         while waiting:
             name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            tree = environment.parse(environment.loader.get_source(environment, name)[0], name)
-            names |= jinja2.meta.find_undeclared_variables(tree)
-            for test in (one.test for one in tree.find_all((jinja2.nodes.If, jinja2.nodes.CondExpr))):
-                asked |= {
-                    read.name
-                    for read in (test, *test.find_all(jinja2.nodes.Name))
-                    if isinstance(read, jinja2.nodes.Name)
-                }
-            waiting += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
-    return TemplateNames(frozenset(names), frozenset(names - asked))
+            if name not in seen:
+                seen.add(name)
+                tree = environment.parse(environment.loader.get_source(environment, name)[0], name)
+                names |= jinja2.meta.find_undeclared_variables(tree)
+                waiting += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
+    return frozenset(names)
 
 
 def render(job: Job, options: SlurmConfig) -> str:
     """Returns the job's script. Raises ConfigError where the template cannot be read, or reads what is not there."""
-    variables = variables_of(job, options)
-    with _errors_of(options, variables):
-        text = _environment(options).get_template(_file_name(options.template)).render(variables)
+    with _errors_of(options):
+        template = _environment(options).get_template(_file_name(options.template))
+        text = template.render(variables_of(job, options))
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
@@ -114,30 +99,17 @@ def _environment(options: SlurmConfig) -> jinja2.Environment:
 
 
 @contextlib.contextmanager
-def _errors_of(options: SlurmConfig, variables: Collection[str] = ()) -> Iterator[None]:
-    """Raises Jinja's errors as ConfigError. variables: names that the template may read."""
+def _errors_of(options: SlurmConfig) -> Iterator[None]:
+    """Raises Jinja's errors as ConfigError."""
     try:
         yield
-    except jinja2.TemplateSyntaxError as error:
-        where = error.filename or error.name or options.template
-        raise ConfigError(
-            f"{where}:{error.lineno}", why=f"the template is wrong: {error.message}", fix="correct it there"
-        ) from None
-    except jinja2.UndefinedError as error:
-        known = ", ".join(sorted(variables))
-        raise ConfigError(
-            options.template,
-            why=f"the template reads what is not there ({error.message}); the variables are {known}",
-            fix="your own are in slurm.variables, read as variables.NAME",
-        ) from None
     except jinja2.TemplateNotFound as error:
-        raise ConfigError(
-            options.template,
-            why=f"the template {error.name} does not exist",
-            fix=f"give a file, or one of {', '.join(NAMES)}",
-        ) from None
+        why = f"the template {error.name} does not exist"
+        raise ConfigError(options.template, why=why, fix=f"give a file, or one of {', '.join(NAMES)}") from None
     except jinja2.TemplateError as error:
-        raise ConfigError(options.template, why=f"the template is wrong: {error}", fix="correct it there") from None
+        at = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        fix = "correct it there; what a template may read: docs/slurm.md"
+        raise ConfigError(options.template, why=f"the template is wrong{at}: {error.message}", fix=fix) from None
 
 
 def _own_template(path: str) -> Any:
@@ -147,10 +119,7 @@ def _own_template(path: str) -> Any:
         file = pathlib.Path(name).expanduser()
         if name != path or path in NAMES or not file.is_file():
             return None
-        try:
-            return file.read_text(encoding="utf-8"), str(file), None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(name, why=f"the template cannot be read ({error})", fix="give a text file") from None
+        return file.read_text(encoding="utf-8"), str(file), None
 
     return load
 

@@ -20,9 +20,6 @@ from mrl.launch.slurm.options import SlurmConfig
 from mrl.launch.slurm.render import TASK_ID, Job, render
 from mrl.launch.slurm.servers import server_command
 
-END_DEPENDENCIES = ("afterany", "afterok", "afternotok", "afterburstbuffer")
-"""Kinds of a dependency on the end of a job."""
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckedConfig:
@@ -42,7 +39,6 @@ class SubmittedJob:
     script: pathlib.Path
     config: pathlib.Path
     log: str  # with Slurm's %j, %A and %a where Slurm has not put them in
-    warnings: Sequence[str] = ()  # of what may keep it in the queue
 
 
 def check(
@@ -60,10 +56,7 @@ def check(
     - given: keys of SlurmConfig that this job was given. Those of the profile may be for other templates.
     """
     record = commands.record(command)
-    if options.array is None:
-        config = load_config(config_path, overrides, record.root)
-    else:
-        config = _of_first_task(record.root, config_path, overrides, options.array)
+    config = load_config(config_path, _for_first(overrides, options.array), record.root)
     server = record.server(config)
     check_template(config, options, given, server=server)
     if options.servers.nodes:
@@ -78,17 +71,13 @@ def check(
     return CheckedConfig(config, job, options, warnings)
 
 
-def _of_first_task(root: type, config_path: str, overrides: Sequence[str], array: str) -> Config:
-    if any(override.startswith("output_dir=") and TASK_ID in override for override in overrides):
-        why = f"value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID"
-        raise ConfigError("output_dir", why=why, fix=f"leave {TASK_ID} out")
-    return load_config(config_path, _for_first(overrides, array), root)
-
-
 def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
     if array is None:
         return list(overrides)
     first = re.match(r"\d+", array)
+    if any(override.startswith("output_dir=") and TASK_ID in override for override in overrides):
+        why = f"value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID"
+        raise ConfigError("output_dir", why=why, fix=f"leave {TASK_ID} out")
     if first is None:
         raise ConfigError("slurm.array", array, "is no list of task ids", "give one as 0-3 or 1,4,9")
     return [override.replace(TASK_ID, first[0]) for override in overrides]
@@ -135,26 +124,7 @@ def submit(checked: CheckedConfig) -> SubmittedJob:
             "config": config.name,
         },
     )
-    return SubmittedJob(job_id, script, config, log, _too_many_nodes(options))
-
-
-def _too_many_nodes(options: SlurmConfig) -> list[str]:
-    """Returns warnings for more nodes than a partition has. Slurm lets such a job wait."""
-    servers = options.servers
-    if servers.nodes and servers.partition in (None, options.partition):
-        asked = [("nodes + servers.nodes", options.nodes + servers.nodes, options.partition)]
-    else:
-        asked = [("nodes", options.nodes, options.partition), ("servers.nodes", servers.nodes, servers.partition)]
-    lines = []
-    for key, count, name in asked:
-        there = jobs.nodes_of(name)
-        if there is not None and count > there:
-            partition = f"partition {name}" if name else "the default partition"
-            lines.append(
-                f"slurm.{key}: value {count} is above the {there} of {partition}: the job waits until it has more; "
-                "cancel it, and give fewer or another partition"
-            )
-    return lines
+    return SubmittedJob(job_id, script, config, log)
 
 
 def _resolved(checked: CheckedConfig) -> str:
@@ -173,8 +143,9 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
     """Raises ConfigError for a second job of one run, because it would fail hours later."""
+    waited_for = re.findall(r"\d+", checked.options.dependency or "")
     for job in jobs.in_queue(slurm_dir):
-        if _waits_for(checked.options.dependency or "", job.id):
+        if job.id.partition("_")[0] in waited_for:
             continue
         raise ConfigError(
             "output_dir",
@@ -185,10 +156,3 @@ def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
                 "it, or another output_dir"
             ),
         )
-
-
-def _waits_for(dependency: str, job_id: str) -> bool:
-    """Tells whether a job with that --dependency begins after the end of the job, or of the array of its task."""
-    clauses = [clause.split(":") for clause in re.split("[,?]", dependency)]
-    named = [kind in END_DEPENDENCIES and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
-    return all(named) if "?" in dependency else any(named)
