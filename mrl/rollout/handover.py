@@ -83,13 +83,10 @@ def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, slee
         obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
         if not obstacles:
             return way, ""
-        if asked != "auto":
-            server, (why, fix) = obstacles[0]
-            raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
         server, (why, fix) = obstacles[0]
+        if asked != "auto":
+            raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
         faster.append(f"not {way}, as of {server.http.url}: {why}")
-    if fix.startswith("start it"):
-        faster.append(fix.removesuffix(", or set it to disk"))
     return "disk", "; ".join(faster)
 
 
@@ -264,14 +261,11 @@ class LinkWeightSync(WeightSync):
 
     def _room(self, link: links.Link, turn: int, size: int) -> Tensor:
         """Returns `Link.buffer`. Raises ServerError if there is no memory for it."""
-        on_gpu = self._device.type == "cuda"
-        no_memory = torch.OutOfMemoryError if on_gpu else RuntimeError  # a CPU's has no type of its own
         try:
             return link.buffer(turn, size)
-        except (OSError, no_memory) as error:
-            where = "the GPU" if on_gpu else "/dev/shm" if self.name == "ipc" else "memory"
+        except (OSError, RuntimeError) as error:
             raise ServerError(
-                f"{KEY}: {where} has no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
+                f"{KEY}: there is no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
                 f"({first_line(error)}); set rollout.server.bucket_mb lower, or {KEY} to disk"
             ) from error
 

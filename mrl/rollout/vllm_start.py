@@ -10,8 +10,8 @@ from typing import Any
 from mrl.errors import ConfigError, first_line, one_line
 
 KEY = "rollout.backend"
-TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
-"""The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
+TESTED = ("0.26", "0.32")
+"""The oldest and the newest vLLM that mrl has run with inside the trainer."""
 
 _SHOWN = 240  # characters of vLLM's words
 

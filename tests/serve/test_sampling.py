@@ -94,15 +94,6 @@ def test_what_is_refused(sampling, body, says):
         asked(sampling, **body)
 
 
-def test_more_largest_log_probs_than_an_answer_holds(sampling, monkeypatch):
-    monkeypatch.setattr("mrl.serve.sampling.MAX_TOP_NUMBERS", 12)
-    asked(sampling, topk_prompt_logprobs=4, topk_sample_logprobs=2, num_samples=2, sampling_params={"max_tokens": 3})
-    with pytest.raises(UserError, match="topk_prompt_logprobs: value 5 is too many for 3 tokens; ask for at most 4"):
-        asked(sampling, topk_prompt_logprobs=5)
-    with pytest.raises(UserError, match="topk_sample_logprobs: value 3 is too many for 6 tokens; ask for at most 2"):
-        asked(sampling, topk_sample_logprobs=3, num_samples=2, sampling_params={"max_tokens": 3})
-
-
 def called(handler, **body):
     return json.loads(asyncio.run(handler(ClientRequest(None, b"", body))).body)
 
