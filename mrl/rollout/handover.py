@@ -80,31 +80,28 @@ def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, slee
     faster = []
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
         found = servers.map(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
-        obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
+        obstacles = [f"{server.http.url}: {why}" for server, why in zip(servers, found, strict=True) if why]
         if not obstacles:
             return way, ""
-        server, (why, fix) = obstacles[0]
         if asked != "auto":
-            raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
-        faster.append(f"not {way}, as of {server.http.url}: {why}")
+            raise ConfigError(KEY, asked, f"cannot reach {obstacles[0]}", "set it to auto or disk")
+        faster.append(f"not {way}, as of {obstacles[0]}")
     return "disk", "; ".join(faster)
 
 
-def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
-    """Returns why weights cannot take `way` to a server, and what would help; None if they can.
+def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, named: bool) -> str | None:
+    """Returns why weights cannot take `way` to a server; None if they can.
 
     named: the way is asked for by its name.
     """
     if way not in server.links:
-        return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
+        return f"it takes no weights that way unless you start it with {server.how_to_link}"
     if way == "broadcast":
         # Servers do not say which GPU they are on. One that sleeps is on the trainer's: sleep is for that.
         if sleeps and device.type == "cuda":
-            why = "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
-            return why, "set it to auto, ipc or disk, or rollout.server.sleep to false if it has GPUs of its own"
+            return "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
         return None
-    why_not = server.memory_obstacle(device, named=named)
-    return None if why_not is None else (why_not, f"set it to {'disk' if sleeps else 'broadcast'}")
+    return server.memory_obstacle(device, named=named)
 
 
 def pause(servers: ServerGroup[Any]) -> None:

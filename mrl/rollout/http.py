@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -45,7 +46,7 @@ class HttpClient:
     ) -> None:  # fmt: skip
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
-        if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
+        if not host or parts.scheme not in ("http", "https"):
             raise ConfigError(key, quoted(url), "is not a server", "write it as http://host:8000")
         self._secret = secret
         self._key = key
@@ -101,7 +102,8 @@ class HttpClient:
         with self._lock:
             for connection in self._open:
                 if connection.sock is not None:
-                    shut(connection.sock)
+                    with contextlib.suppress(OSError):  # it may be closed already
+                        connection.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
 
     def allow_requests(self) -> None:
         """Undoes `abort_requests`."""
@@ -166,14 +168,6 @@ class HttpClient:
         if self._secret:  # a server may tell it
             message = message.replace(self._secret, "(hidden)")
         return ServerError(f"{self._key}: {self.url} {message}", status=status, lost=lost)
-
-
-def shut(sock: socket.socket) -> None:
-    """Wakes whoever reads from it; it may be closed already."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
 
 
 def parsed(text: str) -> Any:

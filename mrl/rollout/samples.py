@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import io
 import json
 import math
 import os
+import pathlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -90,54 +90,47 @@ def write_samples(
     - token_advantages: a trajectory's by token, None if each token has the trajectory's
     - tokens: False leaves out TOKENS
     """
+    lines = []
+    for i, t in enumerate(trajectories):
+        sample = SavedSample(
+            step=step,
+            row=t.prompt.where,
+            index=t.prompt.index,
+            sample=t.sample,
+            reward=None if rewards is None else rewards[i],
+            rewards={label: values[i] for label, values in (parts or {}).items()},
+            environment=t.reward,
+            prompt=t.prompt.content,
+            completion=t.text,
+            finished=t.finished,
+            turns=t.turns,
+            response_length=t.response_length,
+            advantage=None if advantages is None else advantages[i],
+            tokens=t.tokens,
+            mask=t.mask,
+            log_probs=t.log_probs,
+            conversation=t.conversation,
+            cut_by=t.cut_by,
+            advantages=None if token_advantages is None else token_advantages[i],
+            weights=t.weights,
+        )
+        fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
+        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
+    # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
+    content = "".join(lines).encode("utf-8", "backslashreplace")
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
-    path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
+    path, other = plain, plain + COMPRESSED
+    if compress:
+        path, other, content = other, path, gzip.compress(content, mtime=0)  # equal samples are equal bytes
     os.makedirs(folder, exist_ok=True)
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = pathlib.Path(f"{path}.{os.getpid()}.tmp")
     try:
-        # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
-        with _opened(temporary, "w", compress, errors="backslashreplace", newline="\n") as out:
-            for i, t in enumerate(trajectories):
-                sample = SavedSample(
-                    step=step,
-                    row=t.prompt.where,
-                    index=t.prompt.index,
-                    sample=t.sample,
-                    reward=None if rewards is None else rewards[i],
-                    rewards={label: values[i] for label, values in (parts or {}).items()},
-                    environment=t.reward,
-                    prompt=t.prompt.content,
-                    completion=t.text,
-                    finished=t.finished,
-                    turns=t.turns,
-                    response_length=t.response_length,
-                    advantage=None if advantages is None else advantages[i],
-                    tokens=t.tokens,
-                    mask=t.mask,
-                    log_probs=t.log_probs,
-                    conversation=t.conversation,
-                    cut_by=t.cut_by,
-                    advantages=None if token_advantages is None else token_advantages[i],
-                    weights=t.weights,
-                )
-                fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
-                out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
-        if os.path.exists(other):  # in the other form, of a run that was started again with another config
-            os.remove(other)
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        temporary.unlink(missing_ok=True)
+    pathlib.Path(other).unlink(missing_ok=True)  # of a run that was started again with another config
     return path
-
-
-def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
-    """Opens a file of text. A compressed one holds no time, so equal samples are equal bytes."""
-    if not compressed:
-        return open(path, mode, encoding="utf-8", **how)  # noqa: SIM115
-    if mode == "r":
-        return gzip.open(path, "rt", encoding="utf-8", **how)
-    return io.TextIOWrapper(gzip.GzipFile(path, mode="wb", mtime=0), encoding="utf-8", **how)
 
 
 def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
@@ -166,11 +159,15 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     return len(gone) - of_keep
 
 
+def _text_of(path: str) -> str:
+    content = pathlib.Path(path).read_bytes()
+    return (gzip.decompress(content) if path.endswith(COMPRESSED) else content).decode()
+
+
 def read_samples(path: str) -> list[SavedSample]:
     """Returns the trajectories of a file, in order. Raises DataError with file and line for a wrong one."""
     try:
-        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
-            lines = file.read().split("\n")
+        lines = _text_of(path).split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(path, why=f"cannot be read ({one_line(error)})", fix=FIX) from None
     if lines.pop() or not lines:
@@ -187,8 +184,7 @@ def read_samples(path: str) -> list[SavedSample]:
 def first_weights(path: str) -> int | None:
     """Returns `weights` of a file's first line, which all its lines share; None if there is none."""
     try:
-        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
-            return json.loads(file.readline()).get("weights")
+        return json.loads(_text_of(path).partition("\n")[0]).get("weights")
     except (OSError, EOFError, ValueError, AttributeError, zlib.error):  # `read_samples` says what is wrong
         return None
 

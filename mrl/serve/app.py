@@ -179,7 +179,7 @@ def make_retrieve_handler(request_queue: RequestQueue, model_status: Callable[[s
             await asyncio.wait_for(done.wait(), HOLD_S)
         if future.result is None:  # it takes longer, or the server ends
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        request_queue.mark_fetched(future)
+        future.fetched_at = request_queue.clock()
         return Response(future.result.body, media_type=future.result.media_type)
 
     return retrieve

@@ -206,13 +206,9 @@ class OpenAIHandlers:
                     raise UserError(error)
         finally:
             watch.cancel()
-            self._abandon(futures)
+            _abandon(futures)
         whole = await run_in_threadpool(self._whole, id, wanted, [outcomes[i] for i in range(len(outcomes))])
         return Response(whole, media_type=JSON)
-
-    def _abandon(self, futures: Sequence[Future]) -> None:
-        for future in futures:
-            self.request_queue.abandon(future)
 
     def _whole(self, id: str, wanted: CompletionRequest, found: Sequence[SampleOutcome]) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -306,7 +302,7 @@ class OpenAIHandlers:
             async for event in self._events(id, wanted, queue):
                 yield event
         finally:  # also where the client has hung up
-            self._abandon(futures)
+            _abandon(futures)
 
     async def _events(self, id: str, wanted: CompletionRequest, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
         texts = [[_TextDelta(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples]
@@ -348,6 +344,12 @@ async def _wait_for_disconnect(request: Request, tell: Callable[[Any], None]) ->
     while (await request.receive())["type"] != "http.disconnect":
         pass
     tell((None, HUNG_UP))
+
+
+def _abandon(futures: Sequence[Future]) -> None:
+    """Nobody waits for these any more."""
+    for future in futures:
+        future.abandoned = True
 
 
 def _tell_result(tell: Callable[[Any], None], index: int, future: Future) -> None:

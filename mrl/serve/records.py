@@ -62,11 +62,7 @@ class RecordHandlers:
         return JSONResponse({"checkpoints": [as_checkpoint(one) for one in self._saved_of(model.id)]})
 
     def _found(self, request: ClientRequest) -> SavedRecord:
-        run, part, name = request.path["id"], request.path["part"], request.path["name"]
-        path = f"tinker://{run}/{part}/{name}"
-        if path not in self.ledger.saved:
-            raise RequestError(404, f"{path[:200]} is not saved here")
-        return self.ledger.saved[path]
+        return self.ledger.find(f"tinker://{request.path['id']}/{request.path['part']}/{request.path['name']}")
 
     async def delete_checkpoint(self, request: ClientRequest) -> Response:
         self.ledger.delete(self._found(request).path)

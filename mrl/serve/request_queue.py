@@ -282,20 +282,12 @@ class RequestQueue:
         self._futures = {id: p for id, p in self._futures.items() if not p.is_old(now)}
         self._by_key = {key: p for key, p in self._by_key.items() if p.id in self._futures}
 
-    def mark_fetched(self, future: Future) -> None:
-        """Records that the result of a future is on its way to its client."""
-        future.fetched_at = self.clock()
-
     def find(self, id: str) -> Future:
         """Returns a future. Raises FutureExpired."""
         with self._lock:
             if id not in self._futures:
                 raise FutureExpired
             return self._futures[id]
-
-    def abandon(self, future: Future) -> None:
-        """Records that nobody waits for a future any more."""
-        future.abandoned = True
 
     def split_abandoned(self, waiting: Sequence[QueuedRequest]) -> tuple[list[QueuedRequest], list[str]]:
         """Fails abandoned requests. Returns the other requests, and the ids of the abandoned ones' futures."""

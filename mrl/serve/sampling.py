@@ -18,7 +18,7 @@ from mrl.errors import UserError
 from mrl.serve import messages
 from mrl.serve.app import ClientRequest, future_response
 from mrl.serve.datums import check_ids
-from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
+from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.request_queue import PROTOBUF, RequestQueue, Result
@@ -57,8 +57,6 @@ class SamplingHandlers:
             if base not in (None, self.served.base):
                 raise UserError("base_model", base, "is not served here", f"give {self.served.base}")
             return SamplerRecord(id, session, self.served.base)
-        if not path.startswith(PREFIX):
-            raise UserError("model_path", path, f"is no {PREFIX} path", "give one that a save gave")
         return self.of_save(path, "model_path", id, session)
 
     def of_save(self, path: str, key: str, id: str = "", session: str = "") -> SamplerRecord:

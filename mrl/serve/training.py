@@ -155,17 +155,14 @@ class TrainingHandlers:
         known = self.ledger.models.get(record.id)
         if known is None:
             held = [model for model in self.ledger.models.values() if model.here or self.request_queue.has(model.id)]
-            others = [model.id for model in held]
-            full = len(others) >= (1 if self.served.lora is None else self.served.max_models)
+            most = 1 if self.served.lora is None else self.served.max_models
+            full = len(held) >= most
             if full and any(self.ledger.sessions.get(model.session, ENDED) == ENDED for model in held):
                 raise QueueFull  # one is about to be freed
             self.request_queue.check_room(0)
-            if self.served.lora is None and others:
-                fix = "close its ServiceClient first, or serve adapters (model.lora)"
-                raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
-            if len(others) >= self.served.max_models:
-                fix = "close a ServiceClient first, or raise serve.max_models"
-                raise UserError("model", record.id, f"is one more than the {len(others)} that are held at once", fix)
+            if full:
+                fix = "close a ServiceClient first, or raise serve.max_models (without model.lora one model trains)"
+                raise UserError("model", record.id, f"is one more than the {most} that can be held at once", fix)
             self.ledger.model(record)
             self.request_queue.open(record.id, first=0)
         elif not self.request_queue.has(record.id):

@@ -22,7 +22,7 @@ OF_SERVE = (
         "serve/test_request_queue.py",
         ("            if number < made.next:", "            if number < 0:"),
         ("return self.next in self.waiting", "return bool(self.waiting)"),
-        ("                    del self._queues[queue]\n", "                    self._queues.pop(queue) if isinstance(made, _BatchQueue) else None\n"),
+        ("                        self._queues[queue] = made  # at the end\n", "                        self._queues = {queue: made, **self._queues}\n"),
         ("return self.done_at < now - KEPT_S", "return self.asked_at < now - KEPT_S"),
         ("self.fetched_at < now - FETCHED_S", "self.fetched_at < now"),
         ("self._check_room(0 if number == made.next else calls + 1)", "self._check_room(calls + 1)"),
@@ -96,7 +96,7 @@ OF_SERVE = (
         "serve/test_sampling.py",
         ("held = 0 if whole else max((len(stop) - 1 for stop in self.stop), default=0)", "held = 0"),
         ("if same.numel() and same.isfinite().all():", "if False:"),
-        ("if stream and (echo or top is not None or of_prompt is not None):", "if False:"),
+        ("if stream and (echo or top is not None or top_of_prompt is not None):", "if False:"),
     ),
     *_of(
         "serve/ledger.py",

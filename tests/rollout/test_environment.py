@@ -142,5 +142,5 @@ def test_a_row_is_the_environments_own(path):
             return None, 0, True
 
     prompts = make_prompts([row], TOKENIZER)
-    make_rollouts(Says(TOKENIZER, "dog"), environment_class=Changes).sample(prompts, step=0, samples=2)
+    make_rollouts(Says(TOKENIZER, "dog"), environment=Changes).sample(prompts, step=0, samples=2)
     assert row["list"] == [1]

@@ -17,9 +17,8 @@ import pytest
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
-from mrl.weights.safetensors_io import SafetensorsReader
 from tests.rollout.digest import digest
-from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
+from tests.rollout.real_vllm import RealServer, hf_stream, logs_of, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
 
 pytestmark = pytest.mark.slow
@@ -129,31 +128,4 @@ def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, f
             sampler.update_weights(hf_stream(folders[sent]))
         for found in sampler.log_probs(TEXT):
             close(found, log_probs(folders[sent], TEXT))
-        sampler.close()
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """(a server of a model whose head is its embedding, that model, one with other weights)"""
-    root = tmp_path_factory.mktemp("tied")
-    folders = [make_model(str(root / str(seed)), seed, tied=True) for seed in (0, 1)]
-    server = RealServer(folders[0], root / "log", *LINKED)
-    try:
-        server.wait()
-        yield server, *folders
-    finally:
-        server.kill()
-
-
-@pytest.mark.nightly
-def test_the_head_of_a_tied_model_comes_with_its_embedding(tied, tmp_path):
-    """From files too."""
-    server, old, new = tied
-    with SafetensorsReader(new) as reader:
-        assert "lm_head.weight" not in reader.tensors
-    for way in ("disk", "ipc", "broadcast"):
-        sampler = sampler_of([server.url], str(tmp_path / "weights"), handover=way)
-        for folder in (old, new):
-            sampler.update_weights(hf_stream(folder))
-            close(sampler.log_probs(TEXT)[0], log_probs(folder, TEXT))
         sampler.close()

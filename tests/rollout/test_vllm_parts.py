@@ -200,7 +200,7 @@ def test_weights_that_find_no_memory_are_said_on_every_rank(bad_rank, wakes, why
     without = "rollout.backend: vLLM inside the trainer has no weights: they were not handed over"
     assert lines == [lines[0], without] * 2
     assert lines[0].startswith(
-        f"rollout.backend: vLLM inside the trainer has no memory for its weights on rank {bad_rank} ({why});"
+        f"rollout.backend: vLLM inside the trainer has not taken the actor's weights on rank {bad_rank} ({why});"
     )
     assert "train.offload_idle to always" in lines[0] and "rollout.server.memory_fraction" in lines[0]
 

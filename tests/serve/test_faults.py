@@ -133,7 +133,7 @@ def test_one_model_of_which_all_weights_train(model, tmp_path):
             "sampling_session_id": client.save_weights_and_get_sampling_client().result()._sampling_session_id,
             "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1},
         }  # fmt: skip
-        with pytest.raises(Exception, match=f"is a second one, beside {id}: all weights train here"):
+        with pytest.raises(Exception, match="is one more than the 1 that can be held at once"):
             server.train()
         service.close("success").result()
         service = server.client()
@@ -169,7 +169,7 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(server):
 
 
 def test_what_a_dead_client_held_is_freed(model, tmp_path):
-    with serving(tmp_path, model, "serve.silent_s=3") as server:
+    with serving(tmp_path, model, "serve.silent_s=1") as server:
         status, answer = ask(server, "/api/v1/create_session", {"sdk_version": "0.38.0"})
         session = json.loads(answer)["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
@@ -181,7 +181,7 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
             if status == 400 and re.search("is gone: .*its client was gone for long", answer.decode()):
                 break
             assert time.monotonic() < deadline, answer
-            time.sleep(1)
+            time.sleep(0.2)
 
 
 def test_clients_are_told_what_a_body_may_hold(server):

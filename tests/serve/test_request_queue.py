@@ -225,7 +225,7 @@ def test_how_long_results_are_kept(request_queue, clock):
     clock.now = 2 * KEPT_S
     for future in (kept, fetched):
         request_queue.finish(future, Result(b"x"))
-    request_queue.mark_fetched(fetched)
+    fetched.fetched_at = clock.now
     for seconds, left in ((FETCHED_S, [waits, kept, fetched]), (KEPT_S, [waits, kept]), (KEPT_S + 20, [waits])):
         clock.now = 2 * KEPT_S + seconds
         request_queue.put_batched("s", seconds, "which forgets")

@@ -118,7 +118,7 @@ def test_samplers(sampling):
     assert sampling.ledger.samplers[base["sampling_session_id"]].path is None
     for body, says in (
         ({"model_path": PATH.replace("sampler_weights", "weights")}, "model_path: value .* has weights to train on alone"),
-        ({"model_path": "runs/x"}, "model_path: value .* is no tinker:// path"),
+        ({"model_path": "runs/x"}, "path: value .* is not saved on this server"),
         ({"base_model": "other"}, 'base_model: value "other" is not served here'),
         ({"session_id": "s2"}, 'session_id: value "s2" is no session'),
     ):  # fmt: skip
