@@ -21,7 +21,12 @@ TOGETHER = (
     ("tests/rollout/test_handover.py", "tests/rollout/test_vllm.py"),  # vLLM's servers
     ("tests/cuda/",),  # tests/cuda/worker.py, whose models lie on CUDA tensors without memory
     ("tests/plan/",),  # the same, of plans
-    ("tests/bad_input/", "tests/serve/", "tests/commands/test_adding.py"),  # tests/forks.py
+    (
+        "tests/bad_input/",
+        "tests/serve/",
+        "tests/rollout/test_adapters.py",
+        "tests/commands/test_adding.py",
+    ),  # tests/forks.py, and a vLLM for adapters
 )
 """Files, by how their names begin, that one process runs together: they share what takes ten seconds or more to start."""
 
@@ -59,3 +64,6 @@ def pytest_sessionfinish():
     harness = sys.modules.get("tests.engine.harness")  # where no test has imported it, there is no world
     if harness is not None:
         harness.close_worlds()
+    vllm = sys.modules.get("tests.rollout.real_vllm")
+    if vllm is not None:
+        vllm.end_adapter_server()

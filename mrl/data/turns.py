@@ -35,17 +35,11 @@ class TurnEncoder:
             check_plain(asked)
             encoded = self.encoder.tokenize(asked.plain)
             return self.encoder.begin(encoded) if encoded else []
-        return self.tokenize(self.text(asked.chat))
-
-    def text(self, chat: Chat) -> str:
-        """Returns the text of a prompt before it is tokenized: messages with the generation prompt."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
-        chat = self.encoder.fit_tool_arguments(dataclasses.replace(chat, messages=self._with_system(chat.messages)))
-        return self.encoder.render_text(chat, chat.messages, prompt=True)
-
-    def tokenize(self, text: str) -> list[int]:
-        return self.encoder.tokenize(text)
+        chat = dataclasses.replace(asked.chat, messages=self._with_system(asked.chat.messages))
+        chat = self.encoder.fit_tool_arguments(chat)
+        return self.encoder.tokenize(self.encoder.render_text(chat, chat.messages, prompt=True))
 
     def left_out(self, asked: Iterable[tuple[str, Chat]]) -> list[str]:
         """Returns lines of `mrl.data.left_out` on prompts, each with its place; none without a chat template."""

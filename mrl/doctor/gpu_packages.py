@@ -12,7 +12,7 @@ from mrl.doctor.findings import Finding, fault, note, ok, warning
 from mrl.doctor.imports import ImportResult, failure, is_found, load
 from mrl.doctor.packages import installed_version, same_series
 from mrl.mcore_models import optional
-from mrl.rollout.vllm_start import TESTED, untested
+from mrl.rollout.vllm_start import untested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _broken(package: OptionalPackage, name: str, what: str, *, gpu: bool) -> Fin
 def _works(package: OptionalPackage, name: str, have: str, version: str | None) -> Finding:
     line = None
     if package.module == VLLM:
-        line = untested(version or "", TESTED, "here")
+        line = untested(version or "")
     elif package.module == TE and version is not None:
         wanted = known.versions(known.this_python()).get(package.distribution, version)
         line = None if same_series(version, wanted) else f"mrl is tested with {wanted}"

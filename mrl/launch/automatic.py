@@ -108,7 +108,7 @@ def _lacks_for_vllm(command: TrainingCommand, config: Config, sees_gpu: Callable
     version = vllm_start.installed()
     if version is None:
         return "vLLM is not installed beside mrl"
-    outside = vllm_start.untested(version, vllm_start.TESTED, "here")
+    outside = vllm_start.untested(version)
     if outside is not None:
         return outside
     if vllm_start.is_for_cpus():

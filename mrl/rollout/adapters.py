@@ -47,8 +47,6 @@ MIN_LOGPROB_CHANGE = 0.02
 """Nats a token by which a trial's adapters must change log-probs; they are as large as weights. Runs of a GPU's kernels
 on one model differ by less."""
 
-MERGED_FIX = f"set {KEY} to merged"
-
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTraining:
@@ -70,7 +68,7 @@ def check_adapter_training(actor: AdapterTraining) -> None:
                 TARGETS,
                 actor.lora.target_modules,
                 f"takes in {name}, and {KEY} adapter is not for adapters of {what}",
-                f"name linear layers outside of experts alone, or {MERGED_FIX}",
+                f"name linear layers outside of experts alone, or set {KEY} to merged",
             )
 
 
@@ -108,14 +106,9 @@ class AdapterWeightSync(WeightSync):
 
     def _check_start(self, server: Any) -> None:
         """Refuses a server that cannot do it, as its answers and its files show."""
-        url, lora = server.http.url, self._actor.lora
         if not server.adapters_on:
-            why = f"needs servers that take adapters, and {url} was started without"
+            why = f"needs servers that take adapters, and {server.http.url} was started without"
             raise ConfigError(KEY, "adapter", why, f"start it with {server.how_to_adapt}, or set it to merged")
-        if server.most_rank is not None and lora.rank > server.most_rank:
-            fix = f"start it with --max-lora-rank {lora.rank} or more, give a smaller rank, or {MERGED_FIX}"
-            why = f"is above {server.most_rank}, the largest that {url} was started for"
-            raise ConfigError("actor.model.lora.rank", lora.rank, why, fix)
         has = server.version()
         if has != STARTED_ADAPTER and not has.startswith(PREFIX):
             raise server.http.error(

@@ -47,21 +47,13 @@ class EnvironmentStep:
 def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
     """Returns the class that `path.py:Class` names. Raises ConfigError if it cannot be used."""
     environment: Any = load_named(spec, key, kind="class")
-    name = spec.rpartition(":")[2]
-    for method in ("reset", "step"):
-        if not callable(getattr(environment, method, None)):
-            raise ConfigError(key, why=f"{spec}: {name} has no method {method}", fix=f"write def {method}(self, ...)")
-    for what, written, call, arguments in (
-        (f"{name}()", "__init__(self)", environment, ()),
-        ("reset(row)", "reset(self, row)", environment.reset, (None, {})),
-        ("step(text)", "step(self, text)", environment.step, (None, "text")),
-    ):
-        try:
-            inspect.signature(call).bind(*arguments)
-        except TypeError as error:
-            raise ConfigError(
-                key, why=f"{spec}: cannot be called as {what}: {error}", fix=f"write def {written}"
-            ) from None
+    try:
+        inspect.signature(environment).bind()
+        inspect.signature(environment.reset).bind(None, {})
+        inspect.signature(environment.step).bind(None, "text")
+    except (AttributeError, TypeError) as error:
+        fix = "write __init__(self), reset(self, row) and step(self, text)"
+        raise ConfigError(key, why=f"{spec}: {error}", fix=fix) from None
     return environment
 
 
@@ -185,7 +177,7 @@ class Environments:
             try:
                 call.value = self._method(call)(call.argument)
             except BaseException as error:
-                call.fault = _raised(call, error)
+                call.fault = f"raised {describe(error)}"
             self._end(call)
 
     async def _make_async(self, call: _EnvironmentCall) -> None:
@@ -194,7 +186,7 @@ class Environments:
             value = self._method(call)(call.argument)
             call.value = await value if inspect.isawaitable(value) else value
         except BaseException as error:
-            call.fault = _raised(call, error)
+            call.fault = f"raised {describe(error)}"
         self._end(call)
 
     def _method(self, call: _EnvironmentCall) -> Callable[[Any], Any]:
@@ -221,10 +213,7 @@ class Environments:
             raise self._error(call, "correct the environment, or let it end this conversation with reward 0") from None
 
     def _prompt_of(self, value: Any) -> Content | None:
-        content = None if value is None else _content_of(value, "the prompt")
-        if content == "":
-            raise ValueError("returned an empty prompt")
-        return content
+        return None if value is None else _content_of(value, "the prompt")
 
     def _step_of(self, value: Any) -> EnvironmentStep:
         if not isinstance(value, tuple | list) or len(value) != 3:
@@ -240,14 +229,6 @@ class Environments:
         return EnvironmentStep(
             None if observation is None else _content_of(observation, "the observation"), reward, done
         )
-
-
-def _raised(call: _EnvironmentCall, error: BaseException) -> str:
-    """Returns an exception in words. A KeyError for a field of the row lists the row's fields."""
-    fault = f"raised {describe(error)}"
-    if call.method == "reset" and isinstance(error, KeyError) and error.args[:1] not in [(n,) for n in call.argument]:
-        fault += f"; the row has the fields {', '.join(map(str, call.argument)) or 'none'}"
-    return fault
 
 
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:

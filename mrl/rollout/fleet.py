@@ -7,13 +7,13 @@ after. Completions of a server with another name do not count: it was started ag
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from mrl.words import pluralize
 
 ASYNC_KEY = "rollout.async_level"
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 AWAY_S = 10.0  # longest wait for an answer of a server that was left out
 
 
@@ -40,17 +37,13 @@ class SyncGivenUp(ServerError):
     """`Fleet.abort_syncs` ended a weight sync."""
 
 
-def _of_sync(call: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call that `Fleet.abort_syncs` ends raise SyncGivenUp."""
-
-    @functools.wraps(call)
-    def made(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(*args, **kwargs)
-        except RequestAborted as error:
-            raise SyncGivenUp(f"rollout.server.urls: the weight sync to {error} was given up") from error
-
-    return made
+@contextlib.contextmanager
+def _of_sync() -> Iterator[None]:
+    """Raises SyncGivenUp for what `Fleet.abort_syncs` ends inside."""
+    try:
+        yield
+    except RequestAborted as error:
+        raise SyncGivenUp(f"rollout.server.urls: the weight sync to {error} was given up") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +118,8 @@ class Fleet:
         server.http = http.another(server.start_s)
         try:
             longest = server.inspect(sleeps=self._config.sleep)
-            note = server.note()
         finally:
             server.http = http
-        if note is not None:
-            self._say(note)
         if self._max_length is not None and longest is not None and longest < self._max_length:
             why = (
                 f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
@@ -182,7 +172,7 @@ class Fleet:
         if is_new:
             self._say(f"{why}; it is left out until it is there again")
 
-    @_of_sync
+    @_of_sync()
     def find_servers(self) -> None:
         """Takes in servers that were started again, and leaves out those that are gone. Comes before a weight sync."""
         if self.version is None:  # they have no weights of this run
@@ -282,12 +272,12 @@ class Fleet:
         """Undoes `abort_syncs`."""
         self._servers.allow_requests()
 
-    @_of_sync
+    @_of_sync()
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
         self.version = self.handover.send(weights)
 
-    @_of_sync
+    @_of_sync()
     def send_adapter_files(self, files: Mapping[str, bytes]) -> None:
         """Gives all servers adapters of `adapter_files`."""
         assert isinstance(self.handover, AdapterWeightSync), "servers get whole weights"
@@ -297,7 +287,7 @@ class Fleet:
         """Returns the files of adapters that servers have; None if they get whole weights."""
         return self.handover.files(version) if isinstance(self.handover, AdapterWeightSync) else None
 
-    @_of_sync
+    @_of_sync()
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
         self.probe_gap = 0.0

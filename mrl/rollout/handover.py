@@ -80,34 +80,28 @@ def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, slee
     faster = []
     for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
         found = servers.map(functools.partial(_obstacle, way=way, device=device, sleeps=sleeps, named=asked == way))
-        obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
+        obstacles = [f"{server.http.url}: {why}" for server, why in zip(servers, found, strict=True) if why]
         if not obstacles:
             return way, ""
         if asked != "auto":
-            server, (why, fix) = obstacles[0]
-            raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
-        server, (why, fix) = obstacles[0]
-        faster.append(f"not {way}, as of {server.http.url}: {why}")
-    if fix.startswith("start it"):
-        faster.append(fix.removesuffix(", or set it to disk"))
+            raise ConfigError(KEY, asked, f"cannot reach {obstacles[0]}", "set it to auto or disk")
+        faster.append(f"not {way}, as of {obstacles[0]}")
     return "disk", "; ".join(faster)
 
 
-def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, named: bool) -> tuple[str, str] | None:
-    """Returns why weights cannot take `way` to a server, and what would help; None if they can.
+def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, named: bool) -> str | None:
+    """Returns why weights cannot take `way` to a server; None if they can.
 
     named: the way is asked for by its name.
     """
     if way not in server.links:
-        return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
+        return f"it takes no weights that way unless you start it with {server.how_to_link}"
     if way == "broadcast":
         # Servers do not say which GPU they are on. One that sleeps is on the trainer's: sleep is for that.
         if sleeps and device.type == "cuda":
-            why = "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
-            return why, "set it to auto, ipc or disk, or rollout.server.sleep to false if it has GPUs of its own"
+            return "rollout.server.sleep is for a server on the trainer's GPU, and NCCL refuses two processes on one"
         return None
-    why_not = server.memory_obstacle(device, named=named)
-    return None if why_not is None else (why_not, f"set it to {'disk' if sleeps else 'broadcast'}")
+    return server.memory_obstacle(device, named=named)
 
 
 def pause(servers: ServerGroup[Any]) -> None:
@@ -264,14 +258,11 @@ class LinkWeightSync(WeightSync):
 
     def _room(self, link: links.Link, turn: int, size: int) -> Tensor:
         """Returns `Link.buffer`. Raises ServerError if there is no memory for it."""
-        on_gpu = self._device.type == "cuda"
-        no_memory = torch.OutOfMemoryError if on_gpu else RuntimeError  # a CPU's has no type of its own
         try:
             return link.buffer(turn, size)
-        except (OSError, no_memory) as error:
-            where = "the GPU" if on_gpu else "/dev/shm" if self.name == "ipc" else "memory"
+        except (OSError, RuntimeError) as error:
             raise ServerError(
-                f"{KEY}: {where} has no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
+                f"{KEY}: there is no room for a bucket of {size / 2**20:.4g} MB, of which there are two "
                 f"({first_line(error)}); set rollout.server.bucket_mb lower, or {KEY} to disk"
             ) from error
 

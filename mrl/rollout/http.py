@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -38,49 +39,36 @@ class HttpClient:
     - timeout_s: the longest wait for an answer; a slower one is not asked again
     - key: names the server in messages
     - secret: sent as `Authorization: Bearer`, and hidden in messages; "" is none
-    - is_limited: whether timeout_s is less than the configured time
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float,
-        key: str = "rollout.server.urls",
-        secret: str = "",
-        is_limited: bool = False,
-    ) -> None:
+        self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = ""
+    ) -> None:  # fmt: skip
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
-        if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
+        if not host or parts.scheme not in ("http", "https"):
             raise ConfigError(key, quoted(url), "is not a server", "write it as http://host:8000")
         self._secret = secret
-        self._key, self._section = key, key.rpartition(".")[0]
+        self._key = key
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
-        self._is_limited = is_limited
         self._open: set[http.client.HTTPConnection] = set()
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def another(self, timeout_s: float | None = None) -> HttpClient:
         """Returns a client of the same server whose requests end apart from these. timeout_s: a shorter wait."""
         seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        limited = seconds < self._timeout_s
-        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret, is_limited=limited)
+        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
 
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)
 
     def post(self, path: str, body: Any = None, *, tries: int = TRIES) -> Any:
-        """Returns the answer's JSON, None if it has no body. Raises ServerError. May be called from many threads.
+        """Returns the answer's JSON, or its text if it is none. Raises ServerError. May be called from many threads.
 
         tries: 1 for a request that must not be done twice.
         """
         return self._answer("POST", path, body, tries=tries)
-
-    def tell(self, path: str, body: Any) -> None:
-        """Posts a request. Its answer is no JSON and only says that it was done."""
-        self._answer("POST", path, body, as_json=False)
 
     def own_address(self) -> str:
         """Returns this machine's address as the server sees it."""
@@ -114,13 +102,14 @@ class HttpClient:
         with self._lock:
             for connection in self._open:
                 if connection.sock is not None:
-                    shut(connection.sock)
+                    with contextlib.suppress(OSError):  # it may be closed already
+                        connection.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
 
     def allow_requests(self) -> None:
         """Undoes `abort_requests`."""
         self._stopped.clear()
 
-    def _answer(self, method: str, path: str, body: Any, *, as_json: bool = True, tries: int = TRIES) -> Any:
+    def _answer(self, method: str, path: str, body: Any, *, tries: int = TRIES) -> Any:
         wait_s = FIRST_WAIT_S
         for left in reversed(range(tries)):
             try:
@@ -128,13 +117,14 @@ class HttpClient:
                 why = f"says HTTP {status}: {words(text)}"
             except TimeoutError:
                 self._check_wanted()
-                fix = "see its log" if self._is_limited else f"raise {self._section}.timeout_s or see its log"
-                raise self.error(f"{path} gave no answer in {self._timeout_s:g} s; {fix}", lost=True) from None
+                raise self.error(
+                    f"{path} gave no answer in {self._timeout_s:g} s; raise timeout_s, or see its log", lost=True
+                ) from None
             except (OSError, http.client.HTTPException) as error:
                 status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
             self._check_wanted()
             if status == 200:
-                return self._parse(path, text) if as_json else None
+                return parsed(text)
             if status is not None and status not in _BUSY:
                 raise self.error(f"{path} {why}; see its log", status=status)
             if left:
@@ -168,14 +158,6 @@ class HttpClient:
                 self._open.discard(connection)
             connection.close()
 
-    def _parse(self, path: str, text: str) -> Any:
-        if not text.strip():
-            return None
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise self.error(f"{path} gave no JSON ({words(text)}); is it another kind of server?") from None
-
     def _check_wanted(self) -> None:
         if self._stopped.is_set():
             raise RequestAborted(self.url)
@@ -188,20 +170,17 @@ class HttpClient:
         return ServerError(f"{self._key}: {self.url} {message}", status=status, lost=lost)
 
 
-def shut(sock: socket.socket) -> None:
-    """Wakes whoever reads from it; it may be closed already."""
+def parsed(text: str) -> Any:
+    """Returns the JSON of a text, or the text if it is none."""
     try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def words(text: str) -> str:
     """Returns a server's text on one line: the message of its error if it has one."""
-    try:
-        content = json.loads(text)
-        content = content.get("error", content) if isinstance(content, dict) else content
-        content = content.get("message", content) if isinstance(content, dict) else content
-    except ValueError:
-        content = text
+    content = parsed(text)
+    for name in ("error", "message"):
+        content = content.get(name, content) if isinstance(content, dict) else content
     return " ".join(str(content).split())[:_SHOWN]

@@ -33,7 +33,6 @@ class RecordedRollouts(TrajectorySource):
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
         self._corrects = corrects
         self._path: str | None = None  # the file that the next round reads on
-        self._records: list[SavedSample] = []
         self._unused: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
         on_main(self._check_folder)
 
@@ -58,16 +57,22 @@ class RecordedRollouts(TrajectorySource):
         """
         path = samples_path(self._folder, step, series)
         if round == 0 or path != self._path:
-            self._records = self._on_main(lambda: self._read(path, step))
+            records = self._on_main(lambda: self._read(path, step))
             self._path, self._unused = path, {}
-            for line, record in enumerate(self._records, start=1):
+            for line, record in enumerate(records, start=1):
                 self._unused.setdefault((record.index, record.sample), collections.deque()).append((line, record))
         trajectories = []
         for prompt in prompts:
             for sample in range(samples):
                 unused = self._unused.get((prompt.index, sample))
                 if not unused:
-                    raise DataError(self._missing(path, self._records, prompt, sample, samples))
+                    why = (
+                        f"has no sample {sample} of {prompt.where} (index {prompt.index}), as often as the prompt comes"
+                    )
+                    fix = (
+                        "replay with the data, seed, batch size and rollout.samples_per_prompt of the run that saved it"
+                    )
+                    raise DataError(path, why=why, fix=fix)
                 line, record = unused.popleft()
                 trajectories.append(self._trajectory(record, prompt, f"{path}:{line}"))
         return trajectories
@@ -77,7 +82,7 @@ class RecordedRollouts(TrajectorySource):
             raise ConfigError(
                 "rollout.path", why=f"{self._config.path}: there is no such folder", fix="give the samples/ of a run"
             )
-        for name in () if self._corrects else sorted(os.listdir(self._folder)):
+        for name in [] if self._corrects else os.listdir(self._folder):
             match = STEP_FILE.fullmatch(name)
             path = os.path.join(self._folder, name)
             if match is not None and first_weights(path) not in (None, int(match[1]) - 1):
@@ -93,42 +98,19 @@ class RecordedRollouts(TrajectorySource):
                 why=f"{self._config.path}: has no {name}, which is needed before step {step}; it has "
                 + (f"{len(others)} from {others[0]} to {others[-1]}" if others else "none of that kind"),
             )
-        records = read_samples(path)
-        for line, record in enumerate(records, start=1):
-            if record.step != step:
-                raise DataError(
-                    f"{path}:{line}",
-                    why=f"step is {record.step} and not {step}",
-                    fix="give each file its own name back",
-                )
-        return records
-
-    def _missing(self, path: str, records: list[SavedSample], prompt: Prompt, sample: int, samples: int) -> str:
-        have = [r.sample for r in records if r.index == prompt.index]
-        if not have:
-            return (
-                f"{path}: has no sample of {prompt.where} (index {prompt.index}); replay needs the data, seed and "
-                "train.global_batch_size of the run that saved it"
-            )
-        return (
-            f"{path}: has {len(have)} samples of {prompt.where} (index {prompt.index}) and not number {sample} of "
-            f"{samples}, as often as the prompt comes; replay needs rollout.samples_per_prompt of the run that saved it"
-        )
+        return read_samples(path)
 
     def _trajectory(self, record: SavedSample, prompt: Prompt, where: str) -> Trajectory:
         given = record.tokens[: record.prompt_length]
         same = record.prompt == json.loads(json.dumps(prompt.content))
         if not same and record.environment is not None:  # its reset gave another prompt
             prompt = dataclasses.replace(prompt, content=record.prompt, tokens=given, truncated=False)
-        elif not same:
-            raise DataError(
-                where, why=f"the prompt is not that of {prompt.where}", fix="replay the data that it was sampled from"
-            )
-        elif given != prompt.tokens:
+        elif not same or given != prompt.tokens:
             raise DataError(
                 where,
-                why=f"the prompt has other tokens than {prompt.where} gives now",
-                fix="use the tokenizer, chat template, data.system and data.max_prompt_length of the run that saved it",
+                why=f"the prompt is not that of {prompt.where}, or has other tokens now",
+                fix="use the data, tokenizer, chat template, data.system and data.max_prompt_length of the run that "
+                "saved it",
             )
         new = len(record.tokens) - len(given)
         if new > self._config.max_new_tokens:

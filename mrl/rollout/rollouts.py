@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -89,7 +89,6 @@ class Rollouts(TrajectorySource):
     """Samples trajectories as the config says.
 
     - end_tokens: of the model (`mrl.rollout.stops.end_tokens`), besides rollout.stop_tokens
-    - environment: a class for conversations, in place of rollout.environment
     - system, max_prompt_length: of `data`, for prompts that an environment gives
 
     Raises ConfigError if the environment cannot be loaded.
@@ -103,7 +102,6 @@ class Rollouts(TrajectorySource):
         *,
         seed: int,
         end_tokens: Sequence[int],
-        environment: Callable[[], Any] | None = None,
         system: str | None = None,
         max_prompt_length: int | None = None,
         on_main: OnMain = lambda fn: fn(),
@@ -112,11 +110,10 @@ class Rollouts(TrajectorySource):
         self._end_tokens = frozenset(end_tokens)
         self._max_prompt_length, self._on_main = max_prompt_length, on_main
         self._environments: Environments | None = None  # on the main process
-        self._converses = environment is not None or config.environment is not None
-        self._name = (config.environment or "") if environment is None else environment.__name__
-        if self._converses:
+        spec = config.environment
+        if spec is not None:
             self._encoder = TurnEncoder(tokenizer, system)
-            on_main(lambda: self._make_environments(environment))
+            on_main(lambda: self._make_environments(spec))
 
     def close(self) -> None:
         """Ends the threads of the environments."""
@@ -145,7 +142,7 @@ class Rollouts(TrajectorySource):
         prompt that is there twice gets other samples each time. Raises RewardError for what an environment does wrong.
         """
         conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
-        if self._converses:
+        if self._config.environment is not None:
             self._converse(conversations, greedy)
         else:
             self._sample_turn(self._sampler, conversations, greedy)
@@ -161,7 +158,7 @@ class Rollouts(TrajectorySource):
             for i in range(samples):
                 key = SamplingKey(self._seed, step, prompt.index, first + i)
                 conversations.append(_Conversation(len(conversations), prompt, i, key))
-        if self._converses:
+        if self._config.environment is not None:
             given = self._on_main(lambda: self._reset([conversation.prompt for conversation in conversations]))
             for conversation, content in zip(conversations, given, strict=True):
                 self._set_prompt(conversation, content)
@@ -202,10 +199,9 @@ class Rollouts(TrajectorySource):
 
     # --------------------------------------------------------------------------------------- with an environment
 
-    def _make_environments(self, environment: Callable[[], Any] | None) -> None:
-        if environment is None:
-            environment = load_environment(self._name)
-        self._environments = Environments(environment, self._name, timeout_s=self._config.environment_timeout_s)
+    def _make_environments(self, spec: str) -> None:
+        timeout_s = self._config.environment_timeout_s
+        self._environments = Environments(load_environment(spec), spec, timeout_s=timeout_s)
 
     def _reset(self, prompts: Sequence[Prompt]) -> list[Content | None]:
         assert self._environments is not None, "environments are on the main process"
@@ -277,4 +273,4 @@ class Rollouts(TrajectorySource):
         return True
 
     def _error(self, conversation: _Conversation, what: str) -> RewardError:
-        return RewardError(KEY, why=f"{self._name}: row {conversation.prompt.where}: {what}")
+        return RewardError(KEY, why=f"{self._config.environment}: row {conversation.prompt.where}: {what}")

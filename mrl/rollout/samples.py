@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import io
 import json
 import math
 import os
+import pathlib
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mrl.errors import DataError, shortened
+from mrl.errors import DataError
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
 COMPRESSED = ".gz"
@@ -51,7 +51,6 @@ class SavedSample:
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
-    # files of an older mrl have none of these
     conversation: Sequence[Mapping[str, Any]] | None = None
     cut_by: Limit | None = None
     advantages: Sequence[float] | None = None  # per token, 0 if mask is 0; null if each has `advantage`
@@ -90,54 +89,47 @@ def write_samples(
     - token_advantages: a trajectory's by token, None if each token has the trajectory's
     - tokens: False leaves out TOKENS
     """
+    lines = []
+    for i, t in enumerate(trajectories):
+        sample = SavedSample(
+            step=step,
+            row=t.prompt.where,
+            index=t.prompt.index,
+            sample=t.sample,
+            reward=None if rewards is None else rewards[i],
+            rewards={label: values[i] for label, values in (parts or {}).items()},
+            environment=t.reward,
+            prompt=t.prompt.content,
+            completion=t.text,
+            finished=t.finished,
+            turns=t.turns,
+            response_length=t.response_length,
+            advantage=None if advantages is None else advantages[i],
+            tokens=t.tokens,
+            mask=t.mask,
+            log_probs=t.log_probs,
+            conversation=t.conversation,
+            cut_by=t.cut_by,
+            advantages=None if token_advantages is None else token_advantages[i],
+            weights=t.weights,
+        )
+        fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
+        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
+    # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
+    content = "".join(lines).encode("utf-8", "backslashreplace")
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
-    path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
+    path, other = plain, plain + COMPRESSED
+    if compress:
+        path, other, content = other, path, gzip.compress(content, mtime=0)  # equal samples are equal bytes
     os.makedirs(folder, exist_ok=True)
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = pathlib.Path(f"{path}.{os.getpid()}.tmp")
     try:
-        # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
-        with _opened(temporary, "w", compress, errors="backslashreplace", newline="\n") as out:
-            for i, t in enumerate(trajectories):
-                sample = SavedSample(
-                    step=step,
-                    row=t.prompt.where,
-                    index=t.prompt.index,
-                    sample=t.sample,
-                    reward=None if rewards is None else rewards[i],
-                    rewards={label: values[i] for label, values in (parts or {}).items()},
-                    environment=t.reward,
-                    prompt=t.prompt.content,
-                    completion=t.text,
-                    finished=t.finished,
-                    turns=t.turns,
-                    response_length=t.response_length,
-                    advantage=None if advantages is None else advantages[i],
-                    tokens=t.tokens,
-                    mask=t.mask,
-                    log_probs=t.log_probs,
-                    conversation=t.conversation,
-                    cut_by=t.cut_by,
-                    advantages=None if token_advantages is None else token_advantages[i],
-                    weights=t.weights,
-                )
-                fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
-                out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
-        if os.path.exists(other):  # in the other form, of a run that was started again with another config
-            os.remove(other)
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        temporary.unlink(missing_ok=True)
+    pathlib.Path(other).unlink(missing_ok=True)  # of a run that was started again with another config
     return path
-
-
-def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
-    """Opens a file of text. A compressed one holds no time, so equal samples are equal bytes."""
-    if not compressed:
-        return open(path, mode, encoding="utf-8", **how)  # noqa: SIM115
-    if mode == "r":
-        return gzip.open(path, "rt", encoding="utf-8", **how)
-    return io.TextIOWrapper(gzip.GzipFile(path, mode="wb", mtime=0), encoding="utf-8", **how)
 
 
 def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
@@ -166,22 +158,24 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     return len(gone) - of_keep
 
 
+def _text_of(path: str) -> str:
+    content = pathlib.Path(path).read_bytes()
+    return (gzip.decompress(content) if path.endswith(COMPRESSED) else content).decode()
+
+
 def read_samples(path: str) -> list[SavedSample]:
     """Returns the trajectories of a file, in order. Raises DataError with file and line for a wrong one."""
     try:
-        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
-            lines = file.read().split("\n")
+        lines = _text_of(path).split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(path, why=f"cannot be read ({error})", fix=FIX) from None
-    if lines.pop():
-        raise DataError(f"{path}:{len(lines) + 1}", why="the line is cut off", fix="copy the file again")
-    if not lines:
-        raise DataError(path, why="is empty", fix=FIX)
+    if lines.pop() or not lines:
+        raise DataError(f"{path}:{len(lines) + 1}", why="is no whole line", fix="copy the file again")
     samples = []
     for number, line in enumerate(lines, start=1):
         try:
             samples.append(_sample(line))
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{path}:{number}", why=str(error), fix=FIX) from None
     return samples
 
@@ -189,94 +183,21 @@ def read_samples(path: str) -> list[SavedSample]:
 def first_weights(path: str) -> int | None:
     """Returns `weights` of a file's first line, which all its lines share; None if there is none."""
     try:
-        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
-            return json.loads(file.readline()).get("weights")
+        return json.loads(_text_of(path).partition("\n")[0]).get("weights")
     except (OSError, EOFError, ValueError, AttributeError, zlib.error):  # `read_samples` says what is wrong
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _number_or_null(value: Any) -> bool:
-    return value is None or _number(value)
-
-
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_count, "a number from 0"),
-    "row": (_text, "a text"),
-    "index": (_count, "a number from 0"),
-    "sample": (_count, "a number from 0"),
-    "reward": (_number_or_null, "a finite number or null"),
-    "rewards": (lambda v: isinstance(v, dict) and all(map(_number, v.values())), "an object of finite numbers"),
-    "environment": (_number_or_null, "a finite number or null"),
-    "prompt": (lambda v: _text(v) or _list_of(lambda m: isinstance(m, dict))(v), "a text or a list of messages"),
-    "completion": (_text, "a text"),
-    "finished": (lambda v: isinstance(v, bool), "true or false"),
-    "turns": (lambda v: _count(v) and v > 0, "a number from 1"),
-    "response_length": (lambda v: _count(v) and v > 0, "a number from 1"),
-    "advantage": (_number_or_null, "a finite number or null"),
-    "tokens": (_list_of(_count), "a list of token ids"),
-    "mask": (_list_of(lambda v: type(v) is int and v in (0, 1)), "a list of 0 and 1"),
-    "log_probs": (_list_of(_number), "a list of finite numbers"),
-    "conversation": (
-        lambda v: v is None or _list_of(lambda m: isinstance(m, dict) and _text(m.get("role")))(v),
-        "a list of messages with a role, or null",
-    ),
-    "cut_by": (lambda v: v in (None, *get_args(Limit)), '"tokens", "turns" or null'),
-    "advantages": (lambda v: v is None or _list_of(_number)(v), "a list of finite numbers or null"),
-    "weights": (lambda v: v is None or _count(v), "a number from 0 or null"),
-}
-OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": None, "weights": None}
-"""Values of these keys for a file that is older than they are."""
-
-
 def _sample(line: str) -> SavedSample:
-    """Returns the sample of a line. Raises ValueError: "what is wrong"."""
-    try:
-        fields = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"is a JSON {type(fields).__name__} and no object")
-    fields = OPTIONAL | fields
-    if len(fields) > len(OPTIONAL) and not fields.keys() & set(REPLAYED):
+    """Returns the sample of a line. Raises ValueError or TypeError: "what is wrong"."""
+    fields = json.loads(line)
+    if not fields.keys() & set(REPLAYED):
         raise ValueError("has no tokens: log.samples.tokens was false, and a replay needs them")
-    for name in (*_CHECKS, *fields):
-        if name not in fields:
-            raise ValueError(f"has no {name}")
-        if name not in _CHECKS:
-            raise ValueError(f"has the key {name!r}, which a sample has not")
-    for name, (check, words) in _CHECKS.items():
-        if not check(fields[name]):
-            raise ValueError(f"{name} is {shortened(json.dumps(fields[name]), 40)} and not {words}")
-    tokens, mask, log_probs = fields["tokens"], fields["mask"], fields["log_probs"]
-    if not len(tokens) == len(mask) == len(log_probs):
-        raise ValueError(
-            f"tokens, mask and log_probs have {len(tokens)}, {len(mask)} and {len(log_probs)} entries and not one "
-            "number"
-        )
-    if mask[0] or sum(mask) != fields["response_length"]:
-        raise ValueError(
-            f"mask has {sum(mask)} ones{', the first at the first token' if mask[0] else ''}, and response_length is "
-            f"{fields['response_length']}"
-        )
-    if any(p and not m for p, m in zip(log_probs, mask, strict=True)):
-        raise ValueError("log_probs has a number where mask is 0")
-    return SavedSample(**{**fields, "log_probs": [float(p) for p in log_probs]})
+    sample = SavedSample(**fields)
+    if not len(sample.tokens) == len(sample.mask) == len(sample.log_probs):
+        raise ValueError("has tokens, mask and log_probs of unlike lengths")
+    if sample.mask[0] or sum(sample.mask) != sample.response_length:
+        raise ValueError("has a mask that does not fit response_length, or begins with 1")
+    if not all(math.isfinite(p) and (m or p == 0) for p, m in zip(sample.log_probs, sample.mask, strict=True)):
+        raise ValueError("has a log-prob that is not finite, or is not 0 where mask is 0")
+    return sample

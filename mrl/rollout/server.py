@@ -60,8 +60,7 @@ class Server(abc.ABC):
     links: frozenset[str] = frozenset()  # some of links.LINKS; known after `inspect`
     greets = False  # its processes at a link are mrl's own, which say when they have met
     how_to_link = "its kind of server has none"  # the options that a server needs for links
-    adapters_on = True  # whether it takes adapters; known after `inspect`, as are the next two
-    most_rank: int | None = None  # the largest rank of its adapters; None if it does not say
+    adapters_on = True  # whether it takes adapters; known after `inspect`, as is the next one
     most_adapters: int | None = None  # that it samples with at a time; None if it does not say
     how_to_adapt: str  # the options that a server needs for adapters
     vocab_size: int | None = None  # of the actor's model; None if unknown
@@ -77,10 +76,6 @@ class Server(abc.ABC):
 
         Returns the longest sequence, None if the server does not say.
         """
-
-    def note(self) -> str | None:
-        """Returns a line on a version that mrl is not tested with; None if there is nothing to say."""
-        return None
 
     @contextlib.contextmanager
     def get(self, path: str) -> Iterator[Any]:

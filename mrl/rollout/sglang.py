@@ -59,9 +59,7 @@ class SGLangServer(Server):
 
     def inspect(self, *, sleeps: bool) -> int | None:
         with self.get("/model_info") as info:
-            self.path, generates = info["model_path"], info["is_generation"]
-        if not generates:
-            raise self.http.error(f"serves {self.path}, which generates nothing; start it with a language model")
+            self.path = info["model_path"]
         if sleeps:
             with self.get("/server_info") as info:
                 can_sleep = info["enable_memory_saver"]
@@ -175,7 +173,7 @@ class SGLangServer(Server):
 
     def finish(self, version: str) -> None:
         self._done("/end_weight_update", {}, "finish new weights", tries=1)
-        self.http.tell("/flush_cache", {})
+        self.http.post("/flush_cache", {})
         self.set_version(version)
 
     def set_version(self, version: str) -> None:

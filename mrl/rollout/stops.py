@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.encode import Encoder
-from mrl.errors import ModelError
 from mrl.weights.json_file import read_json
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -23,10 +22,8 @@ def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if path.is_file():
         given = read_json(path).get("eos_token_id")
-        more = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(token) is int and token >= 0 for token in more):
-            raise ModelError(path, why=f"eos_token_id is {given!r}", fix="give a token id or a list of them")
-        found += more
+        if given is not None:
+            found += given if isinstance(given, list) else [given]
     return tuple(sorted(set(found)))
 
 

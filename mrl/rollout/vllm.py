@@ -8,7 +8,6 @@ right: that is refused. Written against and tried with vLLM 0.32.0.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,12 +17,11 @@ from mrl.config.ppo import RolloutConfig
 from mrl.engine import links
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
-from mrl.errors import ConfigError, ServerError, Shown
+from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import INCOMPLETE, Server, common_fields, seed_of
 from mrl.rollout.servers import ServerSampler
-from mrl.rollout.vllm_start import KEY, TESTED_SERVERS, untested
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LINKS = frozenset({"broadcast", "ipc"})
@@ -37,28 +35,14 @@ def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
     filters = {"top_k": (sampling.top_k, 0), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
     used = [f"rollout.{name} {value:g}" for name, (value, off) in filters.items() if value != off]
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            "rollout.temperature",
-            Shown(f"{temperature:g}"),
-            "is below what vLLM knows",
-            f"use {MIN_TEMPERATURE:g} or more",
-        )
+        raise ConfigError("rollout.temperature", temperature, "is below what vLLM knows", f"use {MIN_TEMPERATURE:g}")
     if sampling.greedy or (mode == RAW and temperature == 1) or (mode == PROCESSED and not used):
         return
     if used and temperature != 1:
-        raise ConfigError(
-            "rollout.temperature",
-            Shown(f"{temperature:g}"),
-            (
-                f"with {', '.join(used)}: vLLM gives log-probs before both or after both, and the trainer "
-                "needs those between"
-            ),
-            "use temperature 1, or no filter, or backend native",
-        )
-    needed = log_probs_mode(temperature)
-    reason = f"rollout.temperature {temperature:g}" if temperature != 1 else ", ".join(used)
-    why = f"{where} gives {mode}, which are wrong with {reason}"
-    raise ConfigError(key, why=why, fix=f"start it with --logprobs-mode {needed}")
+        why = f"with {', '.join(used)}: vLLM gives log-probs before both or after both, and the trainer needs others"
+        raise ConfigError("rollout.temperature", temperature, why, "use temperature 1, or no filter, or backend native")
+    why = f"{where} gives {mode}, which are wrong at temperature {temperature:g} with the filters {used}"
+    raise ConfigError(key, why=why, fix=f"start it with --logprobs-mode {log_probs_mode(temperature)}")
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
@@ -112,12 +96,8 @@ class VLLMServer(Server):
             info = self.http.get("/server_info?config_format=json")
             self.version()
         except ServerError as error:
-            if error.status != 404:
-                raise
-            raise self.http.error(
-                "cannot take new weights; start vLLM 0.32.0 or newer with the environment variable "
-                "VLLM_SERVER_DEV_MODE=1"
-            ) from None
+            why = f"({error}); start vLLM 0.32.0 or newer with the environment variable VLLM_SERVER_DEV_MODE=1"
+            raise self.http.error(f"cannot take new weights {why}") from None
         with self._reading("/server_info"):
             config = info["vllm_config"]["model_config"]
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
@@ -126,20 +106,13 @@ class VLLMServer(Server):
             adapters = info["vllm_config"].get("lora_config")
             self.adapters_on = adapters is not None
             if adapters is not None:
-                self.most_rank, self.most_adapters = int(adapters["max_lora_rank"]), int(adapters["max_loras"])
+                self.most_adapters = int(adapters["max_loras"])
             self.links = LINKS if engine is not None and engine["backend"] == ENGINE else frozenset()
         if self.mode not in (RAW, PROCESSED):
             raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")
         if sleeps and not can_sleep:
             raise self.http.error("cannot sleep; start it with --enable-sleep-mode, or set rollout.server.sleep false")
         return longest
-
-    def note(self) -> str | None:
-        version = ""
-        with contextlib.suppress(ServerError), self.get("/version") as answer:  # it may sample nevertheless
-            version = str(answer["version"])
-        line = untested(version, TESTED_SERVERS, f"at {self.http.url}")
-        return line and f"{KEY}: {line}"
 
     def refuse(self, sampling: SamplingParams) -> None:
         refuse(sampling, self.mode, "rollout.server.urls", self.http.url)
@@ -151,8 +124,8 @@ class VLLMServer(Server):
             "return_token_ids": True,
             **sampling_fields(request),
         }
-        choice = self._choice(body)
-        with self._reading("/v1/completions"):
+        with self.post("/v1/completions", body) as answer:
+            choice = answer["choices"][0]
             reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
             log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if reason not in ("stop", "length"):
@@ -162,22 +135,9 @@ class VLLMServer(Server):
     def score(self, tokens: Sequence[int], *, adapter: str | None = None) -> list[float]:
         body = {"model": adapter or self.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0}
         body |= {"prompt_logprobs": 0}
-        choice = self._choice(body)
-        with self._reading("/v1/completions"):
-            each = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+        with self.post("/v1/completions", body) as answer:
+            each = zip(tokens[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
             return [found[str(token)]["logprob"] for token, found in each]
-
-    def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            with self.post("/v1/completions", body) as answer:
-                return answer["choices"][0]
-        except ServerError as error:
-            if error.status != 404 or "Not Found" not in str(error):  # another model's name is NotFoundError
-                raise
-            raise self.http.error(
-                "completes no text: to vLLM its model is of another kind, because config.json has no `architectures`, "
-                'as ["Qwen3ForCausalLM"]; add it, and start the server again'
-            ) from None
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Loads an adapter. If the server has the name, it forgets that first.
@@ -185,22 +145,12 @@ class VLLMServer(Server):
         With `load_inplace` vLLM 0.32.0 would read the files again for every step of sampling (lora/worker_manager.py,
         `add_adapter`).
         """
-        adapter = {"lora_name": name, "lora_path": folder}
-        try:
-            try:
-                self.http.tell("/v1/load_lora_adapter", adapter)
-            except ServerError as error:
-                if error.status != 400 or name not in self.adapter_names():
-                    raise
-                self.unload_adapter(name)
-                self.http.tell("/v1/load_lora_adapter", adapter)
-        except ServerError as error:
-            if error.status != 404:
-                raise
-            raise self.http.error(f"takes no adapters; start it with {self.how_to_adapt}") from None
+        if name in self.adapter_names():
+            self.unload_adapter(name)
+        self.http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
     def unload_adapter(self, name: str) -> None:
-        self.http.tell("/v1/unload_lora_adapter", {"lora_name": name})
+        self.http.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def pause(self) -> None:
         self.http.post("/pause?mode=wait")  # running requests end with the weights that they began with

@@ -138,36 +138,23 @@ class VLLMSampler(Sampler):
         After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
         self._whole = self._broken = False
-        stream, why, no_memory = DrainedStream(weights), None, None
-        with (
-            self._apart.inside()
-        ):  # around all of it: the weights' engine installs generators of its own, and restores these
+        stream, why = DrainedStream(weights), None
+        # around all of it: the weights' engine installs generators of its own, and restores these
+        with self._apart.inside():
             try:
                 self._wake("weights")
-            except Exception as error:
-                no_memory = last_words(error)
-            try:
-                if no_memory is None:
-                    self._load(stream)
+                self._load(stream)
             except Exception as error:
                 if stream.broken:  # the others are not at its end, and never will be
                     raise
-                self._broken = True
-                if isinstance(error, torch.OutOfMemoryError):
-                    no_memory = last_words(error)
-                else:
-                    why = last_words(error)
+                self._broken, why = True, last_words(error)
             stream.read_the_rest()  # the other ranks are in it too
-        self._agree(
-            no_memory,
-            "rollout.backend: vLLM inside the trainer has no memory for its weights",
-            "they come beside the actor's: set train.offload_idle to always, or a larger rollout.server.tp (a lower "
-            "rollout.server.memory_fraction makes the cache smaller, not the weights)",
-        )
         self._agree(
             why,
             "rollout.backend: vLLM inside the trainer has not taken the actor's weights",
-            "nothing is sampled from them; the same command goes on from the last checkpoint",
+            "nothing is sampled from them; the same command goes on from the last checkpoint. Without memory, set "
+            "train.offload_idle to always, or a larger rollout.server.tp (a lower rollout.server.memory_fraction makes "
+            "the cache smaller, not the weights)",
         )
         self._whole = True
 

@@ -10,8 +10,8 @@ from typing import Any
 from mrl.errors import ConfigError, first_line, one_line
 
 KEY = "rollout.backend"
-TESTED, TESTED_SERVERS = ("0.26", "0.32"), ("0.32", "0.32")
-"""The oldest and the newest vLLM that mrl has run with, inside the trainer and as a server."""
+OLDEST, NEWEST = "0.26", "0.32"
+"""The oldest and the newest vLLM that mrl has run with inside the trainer."""
 
 _SHOWN = 240  # characters of vLLM's words
 
@@ -34,21 +34,19 @@ def check_version(version: str | None) -> str | None:
     if version is None:
         why = "without rollout.server.urls needs vLLM beside mrl, and it is not installed"
         raise ConfigError(KEY, "vllm", why, "install it here, or start a server and give its url")
-    oldest, newest = TESTED
-    if [] != _release(version) < _release(oldest):
-        why = f"is vLLM {version} here, and mrl needs {oldest} or newer"
-        raise ConfigError(KEY, "vllm", why, f"install {newest}, or set it to native")
-    line = untested(version, TESTED, "here")
+    if [] != _release(version) < _release(OLDEST):
+        why = f"is vLLM {version} here, and mrl needs {OLDEST} or newer"
+        raise ConfigError(KEY, "vllm", why, f"install {NEWEST}, or set it to native")
+    line = untested(version)
     return line and f"{KEY}: {line}"
 
 
-def untested(version: str, tested: tuple[str, str], where: str) -> str | None:
-    """Returns a line on a version outside of the `tested` ones; None for one of them."""
-    oldest, newest = tested
-    if _release(oldest) <= _release(version) <= _release(newest):
+def untested(version: str) -> str | None:
+    """Returns a line on a version that mrl was not tested with; None for one of the others."""
+    if _release(OLDEST) <= _release(version) <= _release(NEWEST):
         return None
-    span = oldest if oldest == newest else f"{oldest} to {newest}"
-    return f"mrl is tested with vLLM {span}, and the one {where} is {version or 'of an unknown version'}"
+    have = version or "of an unknown version"
+    return f"mrl is tested with vLLM {OLDEST} to {NEWEST}, and the one here is {have}"
 
 
 def _release(version: str) -> list[int]:

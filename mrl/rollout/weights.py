@@ -6,7 +6,6 @@ may have to go back to them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import safetensors.torch
 import torch
@@ -50,19 +49,22 @@ class WeightFolders:
         self._count = 0
         self.keep_only(None)
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
+    def write(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
         """Returns a new folder with all of `weights`, and their shapes.
 
         Holds one bucket of them in memory (or one tensor, if it is larger). If the folder cannot be written, `weights`
         is still read to its end, because other ranks are in it too. Then ServerError says why.
         """
-        folder = self.new()
+        folder, stream = self.new(), DrainedStream(weights)
         writer = _Writer(folder, self._bucket_bytes)
-        why: OSError | None = None
-        for name, tensor in weights:
-            why = why or _why_not(functools.partial(writer.add, name, tensor))
-        why = why or _why_not(writer.close)
-        if why is not None:
+        try:
+            for name, tensor in stream:
+                writer.add(name, tensor)
+            writer.close()
+        except OSError as why:
+            if stream.broken:  # the other ranks are not at its end, and never will be
+                raise
+            stream.read_the_rest()
             shutil.rmtree(folder, ignore_errors=True)
             raise self.unwritable(why) from why
         return folder, writer.shapes
@@ -84,15 +86,6 @@ class WeightFolders:
             for other in self.root.iterdir():
                 if _FOLDER.fullmatch(other.name) and other not in folders:
                     shutil.rmtree(other)
-
-
-def _why_not(act: Callable[[], None]) -> OSError | None:
-    """Returns the OSError of `act`; None if it succeeds."""
-    try:
-        act()
-    except OSError as error:
-        return error
-    return None
 
 
 class _Writer:

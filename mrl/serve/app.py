@@ -16,9 +16,8 @@ import logging
 import resource
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -39,7 +38,7 @@ from mrl.serve.request_queue import (
     Result,
     error_result,
 )
-from mrl.serve.requests import SMALL_BYTES, RequestError, parse_body
+from mrl.serve.requests import RequestError, parse_body
 
 HOLD_S = 25.0
 """Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
@@ -49,21 +48,11 @@ BUSY_S = 1
 
 MAX_FILES = 65536
 
-UPLOAD_S, UPLOAD_BYTES = 30.0, 2**17
-"""Each UPLOAD_S seconds so many bytes of a body come, or its last ones. A slow upload lives; a stalled one ends."""
-
-PARSERS = 2
-"""Long bodies that are parsed at once."""
-
 ENDING_S = 5.0
 """How long the end of the server waits for answers that are on their way."""
 
 ENDS = "the server ends before this is done: send it again"
 
-SHORT_BYTES = 2**14
-"""A body that takes no time to read."""
-
-T = TypeVar("T")
 Handler = Callable[["ClientRequest"], Awaitable[Response]]
 
 
@@ -79,12 +68,6 @@ class ClientRequest:
     def path(self) -> Mapping[str, str]:
         return self.request.path_params
 
-    async def read_by(self, read: Callable[..., T], *args: Any) -> T:
-        """Calls `read` on the request. A long body is read on another thread, so nobody else waits for it."""
-        if len(self.body) <= SHORT_BYTES:
-            return read(*args)
-        return await run_in_threadpool(read, *args)
-
 
 @dataclasses.dataclass(frozen=True)
 class Auth:
@@ -97,7 +80,6 @@ class Auth:
     max_bytes: int
     is_public: bool = False  # the path is signed
     is_json: bool = True  # the body
-    parsers: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(PARSERS))
 
     async def authorize(self, request: Request) -> ClientRequest:
         """Returns a request with its body. Raises RequestError."""
@@ -112,39 +94,16 @@ class Auth:
                 401, "the key is not this server's: send its MRL_SERVE_KEY, as TINKER_API_KEY of a tinker client"
             )
         body = await self._body(request)
-        return ClientRequest(request, body, await self._parsed(body) if self.is_json else {})
-
-    async def _parsed(self, body: bytes) -> Mapping[str, Any]:
-        if len(body) <= SMALL_BYTES:
-            return parse_body(body)
-        async with self.parsers:
-            return await run_in_threadpool(parse_body, body)
+        # a long body is parsed on another thread, so nobody else waits for it
+        return ClientRequest(request, body, await run_in_threadpool(parse_body, body) if self.is_json else {})
 
     async def _body(self, request: Request) -> bytes:
-        limit = f"the body has more than {self.max_bytes} bytes"
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.max_bytes:
-            raise RequestError(413, limit)
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError(415, "the body is compressed, which this server did not ask for")
-        parts, size, seen = [], 0, 0
-        until = time.monotonic() + UPLOAD_S
-        message: Mapping[str, Any] = {"more_body": True}
-        while message.get("more_body"):
-            try:
-                message = await asyncio.wait_for(request.receive(), max(0.0, until - time.monotonic()))
-            except TimeoutError:
-                slow = f"the body comes at less than {UPLOAD_BYTES / UPLOAD_S:.0f} bytes a second"
-                raise RequestError(408, slow) from None
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.max_bytes:
-                raise RequestError(413, limit)
-            if size - seen >= UPLOAD_BYTES:
-                until, seen = time.monotonic() + UPLOAD_S, size
-        return b"".join(parts)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.max_bytes:
+                raise RequestError(413, f"the body has more than {self.max_bytes} bytes")
+        return bytes(body)
 
 
 def _key_of(request: Request) -> str:
@@ -168,8 +127,6 @@ def route(method: str, path: str, handler: Handler, auth: Auth) -> Route:
             return refusal(400, "the body broke off")
         except asyncio.CancelledError:  # by `HTTPServer.stop`
             return refusal(503, ENDS)
-        except RecursionError:
-            return refusal(400, "the body is nested too deeply")
         except Exception:
             logging.getLogger("mrl.serve").exception("%s %s", method, path)
             return refusal(500, "a fault of the server, which its log has")
@@ -220,10 +177,9 @@ def make_retrieve_handler(request_queue: RequestQueue, model_status: Callable[[s
         request_queue.add_callback(future, when_done)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done.wait(), HOLD_S)
-        request_queue.remove_callback(future, when_done)
         if future.result is None:  # it takes longer, or the server ends
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        request_queue.mark_fetched(future)
+        future.fetched_at = request_queue.clock()
         return Response(future.result.body, media_type=future.result.media_type)
 
     return retrieve
@@ -265,16 +221,9 @@ class HTTPServer:
     """The server on a thread of its own."""
 
     def __init__(self, routes: list[Route], listens: socket.socket) -> None:
-        async def unknown(request: Request, error: Exception) -> Response:
-            return refusal(404, f"{request.url.path} is nothing that this server has")
-
-        async def other_method(request: Request, error: Exception) -> Response:
-            return refusal(405, f"{request.url.path} is not for {request.method}")
-
         self.socket, self.port = listens, int(listens.getsockname()[1])
-        app = Starlette(routes=routes, exception_handlers={404: unknown, 405: other_method})
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_keep_alive=75
+            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self.server = uvicorn.Server(config)

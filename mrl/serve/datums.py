@@ -35,7 +35,6 @@ class Limits:
 
     vocab_size: int
     length: int  # positions
-    numbers: int = 2**28  # in all dense tensors of a call: a few bytes may stand for very many
     vision: Vision | None = None  # None if the model reads no images
 
 
@@ -92,15 +91,13 @@ def batch_of(call: PassRequest, limits: Limits) -> Batch:
     fields = _loss_of(call).fields
     if not call.data:
         raise UserError("data", why="is empty", fix="send at least one datum")
-    room = limits.numbers
     tokens: list[Tensor] = []
     images: list[Mapping[str, Tensor]] = []
     labels: list[Tensor] = []
     columns: dict[str, list[Tensor]] = {name: [] for name in fields}
     for i, datum in enumerate(call.data):
         ids, of_images = read_input(datum.model_input, f"data[{i}].model_input", limits)
-        inputs = _inputs(datum, i, (_TARGETS, *fields), room)
-        room -= sum(value.numel() for value in inputs.values())
+        inputs = _inputs(datum, i, (_TARGETS, *fields))
         targets = inputs[_TARGETS]
         _check_targets(targets, len(ids), i, limits, call)
         if labels and targets.shape[1:] != labels[0].shape[1:]:
@@ -203,7 +200,7 @@ def _check_targets(targets: Tensor, length: int, i: int, limits: Limits, call: P
     check_vocabulary(targets.flatten(), where, limits)
 
 
-def _inputs(datum: Any, i: int, names: Sequence[str], room: int) -> dict[str, Tensor]:
+def _inputs(datum: Any, i: int, names: Sequence[str]) -> dict[str, Tensor]:
     where = f"data[{i}].loss_fn_inputs"
     lacking = [name for name in names if name not in datum.loss_fn_inputs]
     if lacking:
@@ -211,17 +208,14 @@ def _inputs(datum: Any, i: int, names: Sequence[str], room: int) -> dict[str, Te
     unread = [name for name in datum.loss_fn_inputs if name not in names]
     if unread:
         raise UserError(f"{where}.{unread[0]}", why="is not read by this loss", fix=f"send {', '.join(names)} alone")
-    return {name: _tensor(datum.loss_fn_inputs[name], f"{where}.{name}", room) for name in names}
+    return {name: _tensor(datum.loss_fn_inputs[name], f"{where}.{name}") for name in names}
 
 
-def _tensor(sent: Any, where: str, room: int) -> Tensor:
-    """Returns a tensor of the client, dense or compressed by rows. room: the most numbers it may have."""
+def _tensor(sent: Any, where: str) -> Tensor:
+    """Returns a tensor of the client, dense or compressed by rows."""
     shape = list(sent.shape)
-    if any(size < 0 for size in shape) or len(shape) > 2:
+    if any(size < 0 for size in shape) or len(shape) not in (1, 2):
         raise UserError(where, why=f"has the shape {shape}", fix="send one or two dimensions")
-    if math.prod(shape) > room:
-        fix = "send less in one call, or raise serve.max_body_mb"
-        raise UserError(where, why=f"has the shape {shape}, for which there is no room", fix=fix)
     if sent.WhichOneof("value") == "sparse_csr":
         return _of_rows(sent, shape, where)
     values = _array(sent.dense, sent.dtype, where)

@@ -15,22 +15,17 @@ import re
 import shutil
 import threading
 import time
-import types
-import typing
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any, Literal, get_args
 
-from mrl.errors import ConfigError, UserError, first_line, quoted, show, unwritable
+from mrl.errors import UserError, unwritable
 from mrl.serve.operations import ModelKind
-from mrl.weights.json_file import parse_json
 
 PREFIX = "tinker://"
-LATEST = 2e11
-"""Seconds since 1970, in the year 8307: a calendar has none that are much later."""
 ENDED = 0.0
 """The time of the last heartbeat, for a session that has ended."""
 Part = Literal["weights", "sampler_weights", "external_weights"]
-PARTS: Collection[str] = typing.get_args(Part)
+PARTS: Collection[str] = get_args(Part)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,100}:train:[0-9]{1,9}")
 
@@ -82,33 +77,6 @@ class SamplerRecord:
     snapshot: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _SessionEvent:
-    id: str
-    time: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _FinishedEvent:
-    id: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _DeletedEvent:
-    path: str
-
-
-_EVENTS: Mapping[str, type] = {
-    "session": _SessionEvent,
-    "finished": _FinishedEvent,
-    "model": ModelRecord,
-    "saved": SavedRecord,
-    "deleted": _DeletedEvent,
-    "sampler": SamplerRecord,
-}
-"""The record in a line of each event."""
-
-
 class Ledger:
     """The records of one server. Every method may be called on any thread.
 
@@ -123,15 +91,11 @@ class Ledger:
         self.saved: dict[str, SavedRecord] = {}
         self.samplers: dict[str, SamplerRecord] = {}
         self.deleted: set[pathlib.Path] = set()  # folders that `clear` removes
-        self.odd: list[str] = []  # notes on lines that were not read as they stand
+        self.odd: list[int] = []  # numbers of lines that cannot be read
         self._lock = threading.Lock()
         self._read()
 
     def _read(self) -> None:
-        for path, right in ((self.file, os.path.isfile), (self.folder, os.path.isdir)):
-            if os.path.lexists(path) and not right(path):  # a link on storage that is not there today, too
-                why = f"has another thing in the place of {path.name}, or a link that leads nowhere"
-                raise ConfigError("output_dir", quoted(str(path.parent)), why, "move it away, or mend the link")
         try:
             text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
             if text and not text.endswith("\n"):  # a killed server left it: the next line must not join its last one
@@ -142,30 +106,15 @@ class Ledger:
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 if line:
-                    self._take(line, number)
-            except (ValueError, UserError) as error:
-                what = first_line(error) if type(error) in (ValueError, UserError) else "it is no JSON"
-                self.odd.append(f"line {number} is passed over ({what})")
+                    self._apply(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError, UserError):
+                self.odd.append(number)
         self.sessions = {model.session: model.asked_at for model in self.models.values()} | self.sessions
 
-    def _take(self, line: str, number: int) -> None:
-        """Takes over the record of a line. Fields that a newer mrl has added are left out."""
-        event = parse_json(line)
-        name = event.pop("event", None) if isinstance(event, dict) else None
-        if not isinstance(name, str) or name not in _EVENTS:
-            raise ValueError(f"it has no event that this mrl knows: {show(name)}")
-        record = _of_json(_EVENTS[name], event, name)
-        unread = sorted(event.keys() - vars(record).keys())
-        if "kind" in event:
-            unread += [f"kind.{name}" for name in event["kind"] if name not in vars(record.kind)]
-        if unread:
-            self.odd.append(f"line {number} has fields of another mrl ({', '.join(unread)})")
-        getattr(self, f"_on_{name}")(record)
-
     def skipped_lines(self) -> str:
-        """Returns a line on those that were not read as they stand; "" if all were."""
-        more = f", and {len(self.odd) - 3} more" if len(self.odd) > 3 else ""
-        return f"{self.file.name}: {'; '.join(self.odd[:3])}{more}" if self.odd else ""
+        """Returns a line on those that cannot be read; "" if all can."""
+        numbers = ", ".join(map(str, self.odd[:10]))
+        return f"{self.file.name}: lines that cannot be read are passed over: {numbers}" if self.odd else ""
 
     def remove_partial(self) -> None:
         """Removes the unfinished files of a server that was killed."""
@@ -178,40 +127,43 @@ class Ledger:
             with contextlib.suppress(OSError):  # it has more in it
                 folder.parent.rmdir()
 
-    def _write(self, event: str, record: Any) -> None:
-        fields = dataclasses.asdict(record)
-        fields.pop("here", None)  # for this start alone
+    def _write(self, event: str, **fields: Any) -> None:
+        """Records an event: in the file, then here."""
+        line = json.dumps({"event": event, **fields})
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.file, json.dumps({"event": event, **fields}) + "\n")
-            getattr(self, f"_on_{event}")(record)
+            _append(self.file, line + "\n")
+            self._apply(json.loads(line))
 
-    def _on_session(self, session: _SessionEvent) -> None:
-        self.sessions = {**self.sessions, session.id: session.time}
-
-    def _on_finished(self, session: _FinishedEvent) -> None:
-        self.sessions[session.id] = ENDED
-
-    def _on_model(self, record: ModelRecord) -> None:
-        self.models = {**self.models, record.id: dataclasses.replace(record, here=False)}
-
-    def _on_saved(self, saved: SavedRecord) -> None:
-        self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
-        self.saved = {**self.saved, saved.path: saved}
-
-    def _on_deleted(self, deleted: _DeletedEvent) -> None:
-        saved = self.saved.get(deleted.path)
-        if saved is not None:
-            self.deleted.add(self.folder_of(saved.run, saved.part, saved.name))
-        self.saved = {path: saved for path, saved in self.saved.items() if path != deleted.path}
-
-    def _on_sampler(self, record: SamplerRecord) -> None:
-        self.samplers = {**self.samplers, record.id: record}
+    def _apply(self, fields: dict[str, Any]) -> None:
+        """Takes over the event of a line."""
+        event = fields.pop("event")
+        if "kind" in fields:
+            fields["kind"] = ModelKind(**fields["kind"])
+        if event == "session":
+            self.sessions = {**self.sessions, fields["id"]: fields["time"]}
+        elif event == "finished":
+            self.sessions[fields["id"]] = ENDED
+        elif event == "model":
+            self.models = {**self.models, fields["id"]: ModelRecord(**fields)}
+        elif event == "sampler":
+            self.samplers = {**self.samplers, fields["id"]: SamplerRecord(**fields)}
+        elif event == "saved":
+            saved = SavedRecord(**fields)
+            self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
+            self.saved = {**self.saved, saved.path: saved}
+        elif event == "deleted":
+            gone = self.saved.get(fields["path"])
+            if gone is not None:
+                self.deleted.add(self.folder_of(gone.run, gone.part, gone.name))
+            self.saved = {path: saved for path, saved in self.saved.items() if path != fields["path"]}
+        else:
+            raise ValueError(f"an unknown event {event}")
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def session(self, id: str) -> None:
-        self._write("session", _SessionEvent(id, time.time()))
+        self._write("session", id=id, time=time.time())
 
     def record_heartbeat(self, id: str) -> None:
         """Records that the client of a session is there. A session that has ended stays so."""
@@ -220,18 +172,20 @@ class Ledger:
 
     def finish(self, id: str) -> None:
         """Records that the client of a session has ended."""
-        self._write("finished", _FinishedEvent(id))
+        self._write("finished", id=id)
 
     def model(self, record: ModelRecord) -> None:
-        self._write("model", record)
+        fields = dataclasses.asdict(record)
+        del fields["here"]  # for this start alone
+        self._write("model", **fields)
 
     def save(self, saved: SavedRecord) -> None:
-        self._write("saved", saved)
+        self._write("saved", **dataclasses.asdict(saved))
 
     def delete(self, path: str) -> None:
         """Records that a save is no longer to be had; `clear` removes its folder."""
         self.find(path)
-        self._write("deleted", _DeletedEvent(path))
+        self._write("deleted", path=path)
 
     def clear(self) -> None:
         """Removes the folders of deleted saves. Called on the main thread, because its work may be reading one."""
@@ -245,14 +199,14 @@ class Ledger:
         self.save(dataclasses.replace(saved, expires=None if seconds is None else time.time() + seconds))
 
     def sampler(self, record: SamplerRecord) -> None:
-        self._write("sampler", record)
+        self._write("sampler", **dataclasses.asdict(record))
 
     def expire(self, now: float) -> None:
         """Removes saves whose time is over. If that cannot be written, a later call tries again; the server goes on."""
         for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
                 with contextlib.suppress(OSError):
-                    self._write("deleted", _DeletedEvent(saved.path))  # though a client may have deleted it just now
+                    self._write("deleted", path=saved.path)  # though a client may have deleted it just now
 
     # -- where things are --------------------------------------------------------------------------------------------
 
@@ -270,37 +224,6 @@ class Ledger:
             fix = "list what there is: tinker checkpoint list, or GET /v1/models"
             raise UserError("path", path, "is not saved on this server", fix)
         return self.saved[path]
-
-
-def _of_json(shape: type, given: Any, name: str) -> Any:
-    """Returns a record of a line's fields, without those that it does not know. Raises ValueError.
-
-    name: of the field that holds the value, for messages.
-    """
-    if not isinstance(given, dict):
-        raise ValueError(f"{name} is {show(given)}")
-    hints = typing.get_type_hints(shape)
-    known = {name: given[name] for name in hints if name in given}
-    for field_name, value in known.items():
-        if dataclasses.is_dataclass(hints[field_name]):
-            known[field_name] = _of_json(hints[field_name], value, field_name)
-        elif not _fits(value, hints[field_name]):
-            raise ValueError(f"{field_name} is {show(value)}")
-    for field in dataclasses.fields(shape):
-        if field.name not in known and dataclasses.MISSING is field.default is field.default_factory:
-            raise ValueError(f"it has no {field.name}")
-    return shape(**known)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value of JSON is of a field's type."""
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, each) for each in hint.__args__)
-    if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    if hint is float:
-        return type(value) in (int, float) and 0 <= value <= LATEST  # they are times and factors
-    return type(value) is (typing.get_origin(hint) or hint)
 
 
 def _append(path: pathlib.Path, line: str) -> None:

@@ -65,12 +65,6 @@ _Read = tuple[Tensor, Tensor, Tensor]
 FAULTS = frozenset({guards.FaultKind.NO_GRADIENT, guards.FaultKind.NOT_FINITE, guards.FaultKind.REPLICAS_DIFFER})
 """Faults of any step. A client may want a zero gradient, or a parameter that stays."""
 
-STOPS = 256
-"""Sets of stop texts that are cached, each with its knowledge of the vocabulary."""
-
-THAWED = 16
-"""Saved snapshots that are held at once, besides those in use."""
-
 
 def prompt_number(tokens: Sequence[int]) -> int:
     """Returns a number for a prompt's noise: with one seed, equal prompts get equal samples."""
@@ -119,7 +113,7 @@ class Models:
         self.accumulated: set[str] = set()  # models that have gradients
         self.watched: set[str] = set()  # models whose first step since this start was checked
         self.running: dict[str | None, tuple[dict[str, _RunningSample], KeptSequences]] = {}  # by snapshot
-        self._stop_texts = functools.lru_cache(STOPS)(functools.partial(StopTexts, tokenizer))
+        self._stop_texts = functools.lru_cache(functools.partial(StopTexts, tokenizer))
         self.spoken = time.monotonic()  # when the main rank told the others of an operation last
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.CreateModel: self._create, ops.LoadModel: self._load, ops.ForwardPass: self._pass,
@@ -340,8 +334,7 @@ class Models:
             self.engine.set_adapters(padded.pad_rank(tensors, self._shapes(operation.kind), self.lora.rank))
         self.snapshots[operation.snapshot] = self._snapshot_weights(operation.kind)
         thawed = [name for name in self.snapshots if name.startswith(PREFIX) and name not in self.running]
-        most = self.keys.snapshots if self.lora is None else THAWED  # a whole model each, or adapters
-        self._forget(ops.ForgetModels(snapshots=thawed[:-most]))  # it is read again when it is asked for again
+        self._forget(ops.ForgetModels(snapshots=thawed[: -self.keys.snapshots]))  # read again when asked for again
 
     def _forget(self, operation: ops.ForgetModels) -> None:
         for name in operation.models:

@@ -40,8 +40,6 @@ from mrl.serve.training import PreparedOperation, ServedModel
 
 DEFAULT_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_NUMBERS = 2**20
-"""Log-probs of one answer's `prompt_logprobs`: some 80 megabytes."""
 HUNG_UP = object()
 DONE = b"data: [DONE]\n\n"
 NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
@@ -98,14 +96,14 @@ class OpenAIHandlers:
         return JSONResponse(_about(name))
 
     async def completions(self, request: ClientRequest) -> Response:
-        return await self._answer(await request.read_by(self._completions, request.json), request)
+        return await self._answer(await run_in_threadpool(self._completions, request.json), request)
 
     def _completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         prompts = self.prompts.of_completions(body)
         return self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
 
     async def chat_completions(self, request: ClientRequest) -> Response:
-        return await self._answer(await request.read_by(self._chat_completions, request.json), request)
+        return await self._answer(await run_in_threadpool(self._chat_completions, request.json), request)
 
     def _chat_completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         ids = self.prompts.of_chat(body)
@@ -135,7 +133,10 @@ class OpenAIHandlers:
         name, count = field(body, "model", str), number(body, "n", 1, least=1)
         if count * len(prompts) > MAX_SAMPLES:
             raise UserError("n", count, f"makes more than {MAX_SAMPLES} completions", "ask for fewer")
-        echo, top = field(body, "echo", bool, False), self._top(body, kind)
+        echo, top, top_of_prompt = field(body, "echo", bool, False), self._top(body, kind), None
+        if kind == "text_completion":
+            top_of_prompt = self._at_most(self.served.limits.vocab_size, body, "prompt_logprobs")
+        above = [of for of in (top if echo else None, top_of_prompt) if of is not None]
         stop, stop_tokens = self.sampling.stop_conditions(body.get("stop"))
         params = {**body, "top_k": body.get("top_k", -1)}
         samples = []
@@ -144,37 +145,31 @@ class OpenAIHandlers:
             if most > room:
                 fix = f"ask for at most {max(room, 0)}, or raise serve.max_length"
                 raise UserError("max_tokens", most, f"is more than fits after the {len(ids)} tokens of prompt {i}", fix)
-            above = [of for of in (top if echo else None, self._top_of_prompt(body, kind, len(ids))) if of is not None]
             samples.append(DrawSamples(
                 ids, count, max(most, 1), sampling_of(params), seed_of(body),
                 stop_tokens, stop, bool(above), max(above, default=0), top or 0,
             ))  # fmt: skip
-        of_prompt, stream = self._top_of_prompt(body, kind, 1), field(body, "stream", bool, False)
-        if stream and (echo or top is not None or of_prompt is not None):
+        stream = field(body, "stream", bool, False)
+        if stream and (echo or top is not None or top_of_prompt is not None):
             why = "does not go with logprobs or echo on this server, nor with prompt_logprobs"
             raise UserError("stream", True, why, "leave stream out, or the others")
         usage = field(field(body, "stream_options", dict, {}), "include_usage", bool, False)
         return CompletionRequest(
-            kind, name, self._source(name), samples, echo, top, of_prompt, most == 0, stream, usage
+            kind, name, self._source(name), samples, echo, top, top_of_prompt, most == 0, stream, usage
         )
 
-    def _top_of_prompt(self, body: Mapping[str, Any], kind: Kind, tokens: int) -> int | None:
-        """Returns how many log-probs to give at each of the `tokens` tokens of a prompt, beside its own."""
-        top: int | None = number(body, "prompt_logprobs", None) if kind == "text_completion" else None
-        most = min(self.served.limits.vocab_size, MAX_PROMPT_NUMBERS // max(tokens, 1))
-        if top is not None and top > most:
-            why = f"is too many for a prompt of {tokens} tokens"
-            raise UserError("prompt_logprobs", top, why, f"give at most {most}")
-        return top
-
     def _top(self, body: Mapping[str, Any], kind: Kind) -> int | None:
-        top: int | None
         if kind == "text_completion":
-            top = number(body, "logprobs", None)
-        else:
-            top = number(body, "top_logprobs", 0) if field(body, "logprobs", bool, False) else None
-        if top is not None and top > MAX_TOP_LOGPROBS:
-            raise UserError("logprobs", top, f"is above {MAX_TOP_LOGPROBS}", f"give at most {MAX_TOP_LOGPROBS}")
+            return self._at_most(MAX_TOP_LOGPROBS, body, "logprobs")
+        if not field(body, "logprobs", bool, False):
+            return None
+        return self._at_most(MAX_TOP_LOGPROBS, body, "top_logprobs") or 0
+
+    def _at_most(self, most: int, body: Mapping[str, Any], name: str) -> int | None:
+        """Returns how many log-probs a field asks for beside each token's own. Raises UserError."""
+        top: int | None = number(body, name, None)
+        if top is not None and top > most:
+            raise UserError(name, top, f"is above {most}", f"give at most {most}")
         return top
 
     # -- the answer --------------------------------------------------------------------------------------------------
@@ -211,13 +206,9 @@ class OpenAIHandlers:
                     raise UserError(error)
         finally:
             watch.cancel()
-            self._abandon(futures)
+            _abandon(futures)
         whole = await run_in_threadpool(self._whole, id, wanted, [outcomes[i] for i in range(len(outcomes))])
         return Response(whole, media_type=JSON)
-
-    def _abandon(self, futures: Sequence[Future]) -> None:
-        for future in futures:
-            self.request_queue.abandon(future)
 
     def _whole(self, id: str, wanted: CompletionRequest, found: Sequence[SampleOutcome]) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -226,7 +217,7 @@ class OpenAIHandlers:
                 choices.append(self._choice(wanted, len(choices), sample, sampled, k))
         new = 0 if wanted.without else sum(len(one.tokens) for sampled in found for one in sampled.completions)
         answer = _head(id, wanted, wanted.kind) | {"choices": choices, "usage": _usage(wanted, new)}
-        return _dumped(answer, depth=4).encode()
+        return json.dumps(answer).encode()
 
     def _choice(
         self, wanted: CompletionRequest, index: int, sample: DrawSamples, sampled: SampleOutcome, which: int
@@ -311,7 +302,7 @@ class OpenAIHandlers:
             async for event in self._events(id, wanted, queue):
                 yield event
         finally:  # also where the client has hung up
-            self._abandon(futures)
+            _abandon(futures)
 
     async def _events(self, id: str, wanted: CompletionRequest, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
         texts = [[_TextDelta(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples]
@@ -353,6 +344,12 @@ async def _wait_for_disconnect(request: Request, tell: Callable[[Any], None]) ->
     while (await request.receive())["type"] != "http.disconnect":
         pass
     tell((None, HUNG_UP))
+
+
+def _abandon(futures: Sequence[Future]) -> None:
+    """Nobody waits for these any more."""
+    for future in futures:
+        future.abandoned = True
 
 
 def _tell_result(tell: Callable[[Any], None], index: int, future: Future) -> None:
@@ -414,18 +411,6 @@ def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, 
     if kind == "chat.completion":
         return choice | {"delta": {"role": "assistant", "content": piece}}
     return choice | {"text": piece}
-
-
-def _dumped(value: Any, depth: int) -> str:
-    """Returns the JSON of a value, written entry by entry down to a depth.
-
-    `json.dumps` of all at once would hold the interpreter's lock, so all other clients would wait.
-    """
-    if depth and isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {_dumped(each, depth - 1)}" for name, each in value.items()) + "}"
-    if depth and isinstance(value, list):
-        return "[" + ", ".join(_dumped(each, depth - 1) for each in value) + "]"
-    return json.dumps(value)
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from mrl.serve.requests import RequestError, field, number, seconds_of
 
 OWNER = "local"
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-_NUMBER = re.compile(r"[0-9]{1,18}")
 MAX_PAGE = 1000
 """Entries of one answer."""
 
@@ -64,11 +62,7 @@ class RecordHandlers:
         return JSONResponse({"checkpoints": [as_checkpoint(one) for one in self._saved_of(model.id)]})
 
     def _found(self, request: ClientRequest) -> SavedRecord:
-        run, part, name = request.path["id"], request.path["part"], request.path["name"]
-        path = f"tinker://{run}/{part}/{name}"
-        if path not in self.ledger.saved:
-            raise RequestError(404, f"{path[:200]} is not saved here")
-        return self.ledger.saved[path]
+        return self.ledger.find(f"tinker://{request.path['id']}/{request.path['part']}/{request.path['name']}")
 
     async def delete_checkpoint(self, request: ClientRequest) -> Response:
         self.ledger.delete(self._found(request).path)
@@ -124,18 +118,7 @@ def _last(saved: Sequence[SavedRecord], part: str) -> dict[str, Any] | None:
 
 def _page(request: ClientRequest, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """Returns the entries that a query asks for by limit and offset, and their position in the whole."""
-    query = {
-        name: int(value) if _NUMBER.fullmatch(value) else value for name, value in request.request.query_params.items()
-    }
+    query = {name: int(value) if value.isdecimal() else value for name, value in request.request.query_params.items()}
     limit, offset = min(number(query, "limit", 20), MAX_PAGE), number(query, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
     return list(everything[offset : offset + limit]), cursor
-
-
-def as_tokenizer_name(name: str) -> str:
-    """Returns the name that a sampling client gives to AutoTokenizer for a model's name.
-
-    `tinker` cuts a colon and the text behind it, and the text behind the second of two slashes.
-    """
-    name = name.partition(":")[0]
-    return name.rpartition("/")[0] if name.count("/") == 2 else name

@@ -8,7 +8,6 @@ order of their numbers, whatever order they arrived in.
 from __future__ import annotations
 
 import base64
-import collections
 import dataclasses
 import itertools
 import json
@@ -26,28 +25,11 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_S = 900.0
 """Seconds that a result is kept: after a broken connection a client asks again within 300 s."""
 
-FETCHED_S = 120.0
-"""The same for a fetched result, if all kept ones have more than MAX_RESULT_BYTES: a client asks again for a lost
-answer within 45 s."""
-
-MAX_RESULT_BYTES = 2**28
-"""Bytes of results that are kept for KEPT_S, whether they were fetched or not: log-probs of long data are megabytes."""
-
-MAX_UNFETCHED_BYTES = 2**30
-"""Bytes of results that nobody has fetched. Above that nothing more is taken until some are fetched or out of date."""
-
-MAX_WAITING_BYTES = 2**31
-"""Bytes of the calls of models that wait at once."""
-
-UNFETCHED_S = 400.0
-"""Seconds after which a result that nobody has fetched is dropped, if there are too many."""
+FETCHED_S = 300.0
+"""The same for a fetched result, whose answer may have been lost."""
 
 OVERDUE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
-
-GATHER_S, GATHER_MAX_S = 0.01, 0.25
-"""Seconds that a turn waits for the next of a burst of samples, and for all of them: a batch costs little more than one
-sample. Clients that waited for one turn come back together."""
 
 MODEL_SEPARATOR = "@"
 """It stands before the model's name in a future's id. If the future is not known any more, the client is told the
@@ -78,6 +60,12 @@ class Future:
     abandoned: bool = False  # nobody will ask for it
     callbacks: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
 
+    def is_old(self, now: float) -> bool:
+        """Returns whether nobody is likely to ask for its result any more."""
+        if self.result is None:
+            return False
+        return self.done_at < now - KEPT_S or (self.fetched_at is not None and self.fetched_at < now - FETCHED_S)
+
 
 @dataclasses.dataclass(eq=False)
 class QueuedRequest:
@@ -85,7 +73,6 @@ class QueuedRequest:
 
     operation: Any
     future: Future
-    size: int = 0  # bytes that it holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +127,6 @@ class _BatchQueue:
 
     def __init__(self) -> None:
         self.waiting: list[QueuedRequest] = []
-        self.expects_more = False  # whether others are likely to come soon
 
     def ready(self) -> bool:
         return bool(self.waiting)
@@ -156,14 +142,11 @@ class RequestQueue:
     def __init__(self, *, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_waiting, self.clock = max_waiting, clock
         self._lock = threading.Condition()
-        self._queues: dict[Hashable, _OrderedQueue | _BatchQueue] = {}
-        self._turns: collections.deque[Hashable] = collections.deque()  # every queue, the one that waits longest first
+        self._queues: dict[Hashable, _OrderedQueue | _BatchQueue] = {}  # the one that waits longest first
         self._futures: dict[str, Future] = {}
         self._by_key: dict[Hashable, Future] = {}
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
-        self._closed: str | None = None
-        self._ended = False
-        self._unfetched = 0  # bytes
+        self._closed = self._ended = False
         self._batched: set[str] = set()  # futures of batched operations without a result, drawn or waiting
         self._last_expiry_check = clock()
 
@@ -172,11 +155,7 @@ class RequestQueue:
     def open(self, queue: Hashable, *, first: int) -> None:
         """Makes the queue of a model. Its first operation has the number `first`."""
         with self._lock:
-            self._add(queue, _OrderedQueue(first))
-
-    def _add(self, queue: Hashable, made: _OrderedQueue | _BatchQueue) -> None:
-        self._queues[queue] = made
-        self._turns.append(queue)
+            self._queues[queue] = _OrderedQueue(first)
 
     def has(self, queue: Hashable) -> bool:
         """Returns whether a model has a queue."""
@@ -194,16 +173,9 @@ class RequestQueue:
             made = self._queues.pop(queue, None)
             if made is None:
                 return
-            self._turns.remove(queue)
             left = list(made.waiting.values() if isinstance(made, _OrderedQueue) else made.waiting)
         for waiting in left:
             self.fail(waiting.future, "user", str(why))
-
-    def check_open(self) -> None:
-        """Raises QueueFull if nothing more is taken."""
-        with self._lock:
-            if self._closed is not None:
-                raise QueueFull
 
     def check_room(self, count: int) -> None:
         """Raises QueueFull if there is no room for `count` batched operations, and UserError if there never is."""
@@ -211,7 +183,7 @@ class RequestQueue:
             fix = f"send at most {self.max_waiting} at a time, or raise serve.max_waiting"
             raise UserError("prompt", why=f"is {count} prompts", fix=fix)
         with self._lock:
-            self._check_room(_BatchQueue(), count)
+            self._check_room(len(self._batched) + count)
 
     def future_of(self, queue: Hashable, number: Hashable) -> Future | None:
         """Returns the future that was promised for a number or another key; None if there is none.
@@ -250,8 +222,8 @@ class RequestQueue:
             self.fail(waiting.future, "user", str(UserError("seq_id", lacking, why, fix)))
         return lacked
 
-    def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None, size: int = 0) -> Future:
-        """Puts an operation of a model on its queue. The same number gets the first future again. size: its bytes.
+    def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None) -> Future:
+        """Puts an operation of a model on its queue. The same number gets the first future again.
 
         Raises KeyError if there is no such queue, and QueueFull. There is always room for a model's next operation, so
         neither others' operations nor its own early ones stop a model.
@@ -264,10 +236,11 @@ class RequestQueue:
             assert isinstance(made, _OrderedQueue)
             if number < made.next:  # it was done, and its result is no longer kept: it is not to be done twice
                 return Future(f"gone-{number}{MODEL_SEPARATOR}{model}", model)
-            self._check_room(made, size=size, next=number == made.next)
+            calls = sum(len(each.waiting) for each in self._queues.values() if isinstance(each, _OrderedQueue))
+            self._check_room(0 if number == made.next else calls + 1)
             future = self._new_future(key, model)
             made.refused.discard(number)
-            made.waiting[number] = QueuedRequest(operation, future, size)
+            made.waiting[number] = QueuedRequest(operation, future)
             self._lock.notify_all()
             return future
 
@@ -279,32 +252,18 @@ class RequestQueue:
         with self._lock:
             if key in self._by_key:
                 return self._by_key[key]
-            if queue not in self._queues:
-                self._add(queue, _BatchQueue())
-            made = self._queues[queue]
+            made = self._queues.setdefault(queue, _BatchQueue())
             assert isinstance(made, _BatchQueue)
-            self._check_room(made)
+            self._check_room(len(self._batched) + 1)  # a turn takes all, and what it does not end comes back
             future = self._new_future(key, None)
             self._batched.add(future.id)
             made.waiting.append(QueuedRequest(operation, future))
-            made.expects_more = True
             self._lock.notify_all()
             return future
 
-    def _check_room(
-        self, made: _OrderedQueue | _BatchQueue, count: int = 1, *, size: int = 0, next: bool = False
-    ) -> None:
-        if self._unfetched > MAX_UNFETCHED_BYTES:
-            self._forget()
-        if self._closed is not None or self._unfetched > MAX_UNFETCHED_BYTES:
-            raise QueueFull
-        if isinstance(made, _BatchQueue):
-            waiting = len(self._batched)  # a turn takes all of a queue, and what it does not end comes back to it
-        else:
-            queues = [queue for queue in self._queues.values() if isinstance(queue, _OrderedQueue)]
-            calls = [one for queue in queues for one in queue.waiting.values()]
-            waiting, size = len(calls), size + sum(one.size for one in calls)
-        if (waiting + count > self.max_waiting or size > MAX_WAITING_BYTES) and not next:
+    def _check_room(self, waiting: int) -> None:
+        """Raises QueueFull if so many may not wait, or the server ends."""
+        if self._closed or waiting > self.max_waiting:
             raise QueueFull
 
     def _new_future(self, key: Hashable, model: str | None) -> Future:
@@ -319,38 +278,9 @@ class RequestQueue:
         now = self.clock()
         if now - self._last_expiry_check < EXPIRY_CHECK_S:
             return
-        self._last_expiry_check, before = now, now - KEPT_S
-        done = [p for p in self._futures.values() if p.result is not None]
-        old = {p.id for p in done if p.done_at < before} | self._evicted(done, now)
-        if old:
-            forgotten = [p.result for p in done if p.id in old and p.result is not None and p.fetched_at is None]
-            self._unfetched -= sum(len(result.body) for result in forgotten)
-            self._futures = {id: p for id, p in self._futures.items() if id not in old}
-            self._by_key = {key: p for key, p in self._by_key.items() if p.id not in old}
-
-    @staticmethod
-    def _evicted(done: Sequence[Future], now: float) -> set[str]:
-        """Returns the ids of finished futures to forget before their time.
-
-        The first ones fetched go first, then the first ones that nobody wants, until the rest has MAX_RESULT_BYTES.
-        """
-        sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
-        excess, found = sum(sizes.values()) - MAX_RESULT_BYTES, set[str]()
-        fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
-        unwanted = [(p.done_at, p.id) for p in done if p.fetched_at is None and p.done_at < now - UNFETCHED_S]
-        for _, id in [*sorted(fetched), *sorted(unwanted)]:
-            if excess <= 0:
-                break
-            excess -= sizes[id]
-            found.add(id)
-        return found
-
-    def mark_fetched(self, future: Future) -> None:
-        """Records that the result of a future is on its way to its client."""
-        with self._lock:
-            if future.fetched_at is None and future.result is not None and future.id in self._futures:
-                self._unfetched -= len(future.result.body)
-            future.fetched_at = self.clock()
+        self._last_expiry_check = now
+        self._futures = {id: p for id, p in self._futures.items() if not p.is_old(now)}
+        self._by_key = {key: p for key, p in self._by_key.items() if p.id in self._futures}
 
     def find(self, id: str) -> Future:
         """Returns a future. Raises FutureExpired."""
@@ -358,11 +288,6 @@ class RequestQueue:
             if id not in self._futures:
                 raise FutureExpired
             return self._futures[id]
-
-    def abandon(self, future: Future) -> None:
-        """Records that nobody waits for a future any more."""
-        with self._lock:
-            future.abandoned = True
 
     def split_abandoned(self, waiting: Sequence[QueuedRequest]) -> tuple[list[QueuedRequest], list[str]]:
         """Fails abandoned requests. Returns the other requests, and the ids of the abandoned ones' futures."""
@@ -380,58 +305,30 @@ class RequestQueue:
                 return
         when_done()
 
-    def remove_callback(self, future: Future, when_done: Callable[[], None]) -> None:
-        """Undoes `add_callback`. A client that waits for hours asks again every HOLD_S seconds."""
-        with self._lock:
-            if when_done in future.callbacks:
-                future.callbacks.remove(when_done)
-
     # -- of the ranks ------------------------------------------------------------------------------------------------
 
     def next_work(self, timeout_s: float) -> Work | None:
         """Returns the work of the queue that has waited longest; None if nothing comes within the time."""
         with self._lock:
             self._lock.wait_for(lambda: any(made.ready() for made in self._queues.values()), timeout_s)
-            self._gather()
-            for queue in self._turns:
-                made = self._queues[queue]
+            for queue, made in self._queues.items():
                 if made.ready():
-                    self._turns.remove(queue)
-                    self._turns.append(queue)
-                    taken = made.take()
-                    if isinstance(made, _BatchQueue):
-                        del self._queues[queue]
-                        self._turns.remove(queue)
-                    return Work(queue, taken)
+                    del self._queues[queue]
+                    if isinstance(made, _OrderedQueue):
+                        self._queues[queue] = made  # at the end
+                    return Work(queue, made.take())
             return None
 
-    def _gather(self) -> None:
-        """Waits for more requests that are likely to come soon, if nothing else could be done meanwhile."""
-        ready = [made for made in self._queues.values() if made.ready()]
-        if len(ready) != 1 or not isinstance(ready[0], _BatchQueue) or not ready[0].expects_more:
-            return
-        [made], began, count = ready, time.monotonic(), 0
-        while len(made.waiting) != count and (left := began + GATHER_MAX_S - time.monotonic()) > 0:
-            count = len(made.waiting)
-            self._lock.wait(min(GATHER_S, left))
-
-    def put_back(self, queue: Hashable, waiting: Sequence[QueuedRequest], *, expects_more: bool = False) -> None:
-        """Puts unfinished batched operations back on their queue, before those that have come.
-
-        expects_more: whether others are likely to come soon, from clients whose operations were done.
-        """
+    def put_back(self, queue: Hashable, waiting: Sequence[QueuedRequest]) -> None:
+        """Puts unfinished batched operations back on their queue, before those that have come."""
         with self._lock:
-            if queue not in self._queues:
-                self._add(queue, _BatchQueue())
-            made = self._queues[queue]
+            made = self._queues.setdefault(queue, _BatchQueue())
             assert isinstance(made, _BatchQueue)
             made.waiting = [*waiting, *made.waiting]
-            made.expects_more = made.expects_more or expects_more
 
     def finish(self, future: Future, result: Result) -> None:
         """Sets the result of a future."""
         with self._lock:
-            self._unfetched += len(result.body)
             future.result, future.done_at = result, self.clock()
             self._batched.discard(future.id)
             callbacks, future.callbacks = future.callbacks, []
@@ -454,10 +351,9 @@ class RequestQueue:
             self.fail(waiting.future, "server", why)
         return [waiting.operation for waiting in left]
 
-    def close(self, why: str) -> None:
+    def close(self) -> None:
         """Takes nothing more: new requests are told to come again, waiting ones continue."""
-        with self._lock:
-            self._closed = why
+        self._closed = True
 
     def end(self) -> None:
         """Tells all who wait for a future that nothing more is done: the server ends."""
@@ -487,12 +383,11 @@ class RequestQueue:
         """Takes over the `state` of an earlier start."""
         with self._lock:
             for queue, number in state["numbers"].items():
-                self._add(queue, _OrderedQueue(int(number)))
+                self._queues[queue] = _OrderedQueue(int(number))
             for one in state["results"]:
                 result = Result(base64.b64decode(one["body"], validate=True), one["media_type"])
                 future = Future(one["id"], one["model"], result, done_at=self.clock())
                 self._futures[future.id] = self._by_key[one["queue"], one["number"]] = future
-                self._unfetched += len(result.body)
 
 
 def error_result(category: Category, line: str) -> Result:

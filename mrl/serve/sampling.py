@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
@@ -17,20 +18,17 @@ from mrl.errors import UserError
 from mrl.serve import messages
 from mrl.serve.app import ClientRequest, future_response
 from mrl.serve.datums import check_ids
-from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
+from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.request_queue import PROTOBUF, RequestQueue, Result
-from mrl.serve.requests import field, number, refuse_fields, seed_of
+from mrl.serve.requests import field, is_ids, number, refuse_fields, seed_of
 from mrl.serve.training import PreparedOperation, SamplingQueue, ServedModel
 
 NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
 EMPTY_LOG_PROB = -99999.0
 """The client's value for a cell without a token."""
 MAX_SAMPLES = 4096
-MAX_TOP_NUMBERS = 2**24
-"""Log-probs of the likeliest tokens that one answer tells: some 200 megabytes."""
-
 MIN_TEMPERATURE = 1e-6
 """Logits that are divided by much less are no numbers in fp32, and their samples none of the model."""
 
@@ -59,8 +57,6 @@ class SamplingHandlers:
             if base not in (None, self.served.base):
                 raise UserError("base_model", base, "is not served here", f"give {self.served.base}")
             return SamplerRecord(id, session, self.served.base)
-        if not path.startswith(PREFIX):
-            raise UserError("model_path", path, f"is no {PREFIX} path", "give one that a save gave")
         return self.of_save(path, "model_path", id, session)
 
     def of_save(self, path: str, key: str, id: str = "", session: str = "") -> SamplerRecord:
@@ -82,7 +78,7 @@ class SamplingHandlers:
     async def asample(self, request: ClientRequest) -> Response:
         body = request.json
         record = self._record(field(body, "sampling_session_id", str))
-        sample = await request.read_by(self.sample_of, body)
+        sample = await run_in_threadpool(self.sample_of, body)  # it may be long, and others are answered meanwhile
         key = ("sample", record.id, number(body, "seq_id", secrets.randbits(60)))
 
         def answer(found: SampleOutcome) -> Result:
@@ -105,10 +101,6 @@ class SamplingHandlers:
         if count > MAX_SAMPLES:
             raise UserError("num_samples", count, "is too many at once", f"ask for at most {MAX_SAMPLES}")
         stop, stop_tokens = self.stop_conditions(params.get("stop"))
-        for name, tokens_of in (("topk_prompt_logprobs", len(tokens)), ("topk_sample_logprobs", count * most)):
-            if self._top(body, name) * tokens_of > MAX_TOP_NUMBERS:
-                why, fix = f"is too many for {tokens_of} tokens", f"ask for at most {MAX_TOP_NUMBERS // tokens_of}"
-                raise UserError(name, self._top(body, name), why, fix)
         return DrawSamples(
             tokens, count, most, sampling_of(params), seed_of(params), stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),
@@ -122,7 +114,7 @@ class SamplingHandlers:
             if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
                 raise UserError(where, why="is no encoded_text", fix="send token ids: this model reads no images here")
             ids = field(chunk, "tokens", list)
-            if not all(type(id) is int and abs(id) < 2**31 for id in ids):
+            if not is_ids(ids):
                 raise UserError(f"{where}.tokens", why="has what is no token id", fix="send whole numbers")
             tokens += ids
         check_ids(tokens, "prompt", self.served.limits)
@@ -133,7 +125,7 @@ class SamplingHandlers:
         if stop is None:
             return [], list(self.end_tokens)
         stops = [stop] if isinstance(stop, str) else stop
-        if isinstance(stops, list) and all(type(each) is int and 0 <= each < 2**31 for each in stops):
+        if isinstance(stops, list) and is_ids(stops):
             return [], stops
         if isinstance(stops, list) and all(isinstance(each, str) and each for each in stops):
             return stops, list(self.end_tokens)

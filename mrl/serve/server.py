@@ -38,7 +38,7 @@ from mrl.serve.ledger import Ledger, SavedRecord
 from mrl.serve.links import ROOT, DownloadLinks
 from mrl.serve.models import Models, ServerFault, write_error_line
 from mrl.serve.openai import OpenAIHandlers
-from mrl.serve.records import RecordHandlers, as_tokenizer_name
+from mrl.serve.records import RecordHandlers
 from mrl.serve.request_queue import QueuedRequest, RequestQueue, Result, Work
 from mrl.serve.sampling import SamplingHandlers
 from mrl.serve.servers import ServedAdapter, Servers
@@ -91,8 +91,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.init_model()
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
-            numbers = keys.max_body_mb * 2**19  # a body has no more numbers, of two bytes each
-            limits = Limits(vocab_size or len(tokenizer), keys.max_length, numbers, vision)
+            limits = Limits(vocab_size or len(tokenizer), keys.max_length, vision)
             snapshots = directory.path / "snapshots"
             engine.on_main(lambda: shutil.rmtree(snapshots, ignore_errors=True))
             given, lora = config.model.path, config.model.lora
@@ -225,12 +224,6 @@ class Server:
         """Prints the address and key that a client needs."""
         host = client_address(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
-        cut = as_tokenizer_name(self.served.base)
-        if cut != self.served.base:
-            self.console.say(
-                f"serve.name: a client that only samples looks for the tokenizer in {cut!r}, which is what it makes of "
-                "the name; give one with no colon, and with one slash or three"
-            )
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
         self.console.close()  # or its line on building the model would stay
@@ -288,7 +281,7 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
 
 def suspend(server: Server, models: Models) -> None:
     """Does what models have yet to do, and writes their state for the next start. Clients ask again for samples."""
-    server.request_queue.close("the server ends")
+    server.request_queue.close()
     if server.servers is not None:
         server.servers.close()
     until = time.monotonic() + DRAIN_S
@@ -322,13 +315,14 @@ def resume(server: Server, models: Models) -> list[str]:
     """
     folder = server.ledger.suspended
     shutil.rmtree(f"{folder}.partial", ignore_errors=True)
-    if not os.path.lexists(folder):
+    if not folder.exists():
         return []
     try:
         state = suspended.read_state(folder)
         do_on_all_ranks(models, ops.ResumeModels(str(folder)))
     except UserError as error:
-        aside = suspended.move_aside(folder)
+        aside = f"{folder}.damaged-{time.time_ns()}"
+        os.rename(folder, aside)
         return [f"{error}: {aside} has it, and models of the last start are gone but for what was saved"]
     server.request_queue.restore(state["desk"])
     server.training.lost = state["lost"]
@@ -338,8 +332,7 @@ def resume(server: Server, models: Models) -> list[str]:
     here = server.training.restore(models.waiting, models.snapshots)
     os.rename(folder, f"{folder}.partial")  # at once: half of it could not be resumed
     shutil.rmtree(f"{folder}.partial")
-    gone = [f"let go of {', '.join(unknown)}, which {server.ledger.file.name} does not know"] if unknown else []
-    return ([f"going on with {here} of the last start"] if here else []) + gone
+    return [f"going on with {here} of the last start"] if here else []
 
 
 def do_work(server: Server, models: Models, work: Work) -> None:
@@ -408,7 +401,7 @@ def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Seque
         server.request_queue.finish(one.future, result)
     rest = [one for one in waiting if one.future.id not in ended]
     if rest:
-        server.request_queue.put_back(queue, rest, expects_more=bool(results))
+        server.request_queue.put_back(queue, rest)
     for one in rest:
         if one.operation.progress is not None:
             one.operation.progress(models.running[snapshot][0][one.future.id].completions)

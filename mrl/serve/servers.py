@@ -6,16 +6,14 @@ likeliest tokens) come from the ranks, so from the very weights that train.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from mrl.config.serve import ServersConfig
 from mrl.engine.base import Completion
@@ -32,8 +30,6 @@ from mrl.serve.request_queue import QueuedRequest, RequestQueue
 
 KINDS: dict[str, type[Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 KEY = "serve.servers.urls"
-KEPT = 8
-"""Adapters that a server has at once, besides those in use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,33 +46,18 @@ class ServedAdapter:
 
 
 class _LoadedAdapters:
-    """Track the adapters of one server, the one used last at the end."""
+    """Track the adapters of one server. It keeps their names, and reads those again that it has no room for."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.lock = server, threading.Lock()
-        self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
+        self.names: set[str] = set()
 
-    @contextlib.contextmanager
-    def using(self, adapter: ServedAdapter, *, anew: bool = False) -> Iterator[str]:
-        """Loads an adapter and keeps it while inside; yields its name on the server. anew: the server has lost it."""
-        name, folder = adapter.name, os.path.abspath(adapter.folder)
+    def load(self, adapter: ServedAdapter, *, anew: bool) -> None:
+        """Loads an adapter unless the server has it. anew: the server has lost it."""
         with self.lock:
-            if name not in self.in_use or anew:
-                self._make_room()
-                self.server.load_adapter(name, folder)
-            self.in_use[name] = self.in_use.pop(name, 0) + 1
-        try:
-            yield name
-        finally:
-            with self.lock:
-                self.in_use[name] -= 1
-
-    def _make_room(self) -> None:
-        idle = [name for name, requests in self.in_use.items() if not requests]
-        for name in idle[: max(0, len(self.in_use) - KEPT + 1)]:
-            del self.in_use[name]
-            with contextlib.suppress(ServerError):  # it was started again and has none
-                self.server.unload_adapter(name)
+            if adapter.name not in self.names or anew:
+                self.server.load_adapter(adapter.name, os.path.abspath(adapter.folder))
+                self.names.add(adapter.name)
 
 
 class Servers:
@@ -140,11 +121,11 @@ class Servers:
         loaded.server.refuse(sample.sampling)
         if adapter is None:
             return loaded.server.sample(request)
-        for anew in (False, True):
-            with loaded.using(adapter, anew=anew) as name:
-                try:
-                    return loaded.server.sample(request, adapter=name)
-                except ServerError as error:
-                    if error.status not in (400, 404) or anew:  # it may have been started again, and lost its adapters
-                        raise
-        raise AssertionError("a second try that neither ends nor fails")
+        loaded.load(adapter, anew=False)
+        try:
+            return loaded.server.sample(request, adapter=adapter.name)
+        except ServerError as error:
+            if error.status not in (400, 404):  # it may have been started again, and lost its adapters
+                raise
+        loaded.load(adapter, anew=True)
+        return loaded.server.sample(request, adapter=adapter.name)

@@ -1,9 +1,7 @@
-"""Reads what a start leaves for the next in `suspended/`, and moves it aside if it cannot be used."""
+"""Reads what a start leaves for the next in `suspended/`."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import pathlib
 from typing import Any
 
@@ -11,7 +9,7 @@ from mrl.config.load import to_dict
 from mrl.config.resume import changed_keys
 from mrl.config.serve import ServeConfig
 from mrl.engine.collective import all_ranks
-from mrl.errors import CheckpointError, ConfigError, ModelError, first_line, show, unwritable
+from mrl.errors import CheckpointError, ConfigError, ModelError, first_line, show
 from mrl.serve.ledger import Ledger
 from mrl.serve.request_queue import RequestQueue
 from mrl.weights.json_file import read_json
@@ -29,12 +27,9 @@ def read_state(folder: pathlib.Path) -> dict[str, Any]:
     try:
         state = read_json(folder / "desk.json")
         RequestQueue(max_waiting=1).restore(state["desk"])
-        lost = {
-            str(model): {int(number): str(line) for number, line in passes}
-            for model, passes in state.get("lost", {}).items()
-        }
-        return {"layout": {**state["layout"]}, "desk": state["desk"], "lost": lost}
-    except (ModelError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        lost = {model: dict(passes) for model, passes in state["lost"].items()}
+        return {"layout": state["layout"], "desk": state["desk"], "lost": lost}
+    except (ModelError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"is damaged ({type(error).__name__}: {first_line(error)})"
         raise CheckpointError(folder, why=why) from error
 
@@ -51,14 +46,3 @@ def refuse_other_layout(config: ServeConfig) -> None:
         differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
         fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
         raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
-
-
-def move_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Gives the folder another name, and returns it."""
-    names = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
-    try:
-        os.rename(folder, aside)
-    except OSError as error:
-        raise unwritable(str(folder.parent), folder, error) from error
-    return aside

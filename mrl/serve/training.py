@@ -155,17 +155,14 @@ class TrainingHandlers:
         known = self.ledger.models.get(record.id)
         if known is None:
             held = [model for model in self.ledger.models.values() if model.here or self.request_queue.has(model.id)]
-            others = [model.id for model in held]
-            full = len(others) >= (1 if self.served.lora is None else self.served.max_models)
+            most = 1 if self.served.lora is None else self.served.max_models
+            full = len(held) >= most
             if full and any(self.ledger.sessions.get(model.session, ENDED) == ENDED for model in held):
                 raise QueueFull  # one is about to be freed
-            self.request_queue.check_open()
-            if self.served.lora is None and others:
-                fix = "close its ServiceClient first, or serve adapters (model.lora)"
-                raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
-            if len(others) >= self.served.max_models:
-                fix = "close a ServiceClient first, or raise serve.max_models"
-                raise UserError("model", record.id, f"is one more than the {len(others)} that are held at once", fix)
+            self.request_queue.check_room(0)
+            if full:
+                fix = "close a ServiceClient first, or raise serve.max_models (without model.lora one model trains)"
+                raise UserError("model", record.id, f"is one more than the {most} that can be held at once", fix)
             self.ledger.model(record)
             self.request_queue.open(record.id, first=0)
         elif not self.request_queue.has(record.id):
@@ -258,12 +255,12 @@ class TrainingHandlers:
 
     async def _queue_call(
         self, body: Mapping[str, Any], prepare: Callable[[ModelRecord, int], PreparedOperation],
-        lost: Callable[[str], None] = lambda line: None, *, size: int = 0,
+        lost: Callable[[str], None] = lambda line: None,
     ) -> Response:  # fmt: skip
         """Promises a call of a model.
 
         A call that is sent again gets its first future, whatever has changed since. Later calls do not wait for one
-        that is refused. lost: is told why a call is refused. size: its bytes.
+        that is refused. lost: is told why a call is refused.
         """
         model, count = self._model(body), number(body, "seq_id", least=1)
         known = self.request_queue.future_of(model.id, count)
@@ -275,7 +272,7 @@ class TrainingHandlers:
                 self.request_queue.refuse(model.id, count)
                 raise
             try:
-                known = self.request_queue.put(model.id, count, work, model=model.id, size=size)
+                known = self.request_queue.put(model.id, count, work, model=model.id)
             except KeyError:  # it was freed meanwhile
                 raise self._lost(model.id) from None
         return future_response(known)
@@ -299,7 +296,7 @@ class TrainingHandlers:
             raise UserError("optim_step", why=why, fix="they are forgotten: send the batch again, and a step after it")
 
     async def forward_backward(self, request: ClientRequest) -> Response:
-        call = await request.read_by(datums.read_call, request.body)
+        call = await run_in_threadpool(datums.read_call, request.body)
 
         def lose(line: str) -> None:
             if not call.forward_only:
@@ -317,7 +314,7 @@ class TrainingHandlers:
             )
 
         body = {"model_id": call.model, "seq_id": call.number}
-        return await self._queue_call(body, prepare, lose, size=len(request.body))
+        return await self._queue_call(body, prepare, lose)
 
     async def optim_step(self, request: ClientRequest) -> Response:
         body = request.json
@@ -426,7 +423,7 @@ class TrainingHandlers:
             raise UserError("path", saved.path, f"has {what}", "serve with the model.lora that it was saved under")
         if model is not None and dataclasses.replace(saved.kind, seed=model.kind.seed) != model.kind:
             fix = "use create_training_client_from_state, which makes a model of its kind"
-            raise UserError("path", saved.path, f"has {saved.kind.describe()}, the model {model.kind.describe()}", fix)
+            raise UserError("path", saved.path, f"has {saved.kind}, the model {model.kind}", fix)
 
     async def save_weights_for_sampler(self, request: ClientRequest) -> Response:
         body = request.json

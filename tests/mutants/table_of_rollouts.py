@@ -42,7 +42,7 @@ OF_ROLLOUTS = (
         OF_SERVERS,
         ("            link.leave()\n", "            pass\n"),
         ("self.servers.map(lambda s: s.finish(version))\n                link.rest()", "self.servers.map(lambda s: s.finish(version))"),
-        ("except (OSError, no_memory) as error:", "except no_memory as error:"),
+        ("except (OSError, RuntimeError) as error:\n            raise ServerError(\n                f\"{KEY}: there", "except RuntimeError as error:\n            raise ServerError(\n                f\"{KEY}: there"),
     ),
     *_of(
         "rollout/cpu_packing.py",

@@ -1,5 +1,8 @@
 """Environments as a user writes them, and a sampler that says what it is told."""
 
+import contextlib
+from unittest import mock
+
 from mrl.config.ppo import RolloutConfig
 from mrl.data.formats import parse_prompt
 from mrl.data.prompts import Prompt
@@ -154,9 +157,12 @@ class ByTokens(Says):
 
 
 def make_rollouts(sampler, *, template=tiny_tokenizers.CHATML, **keys):
-    options = {k: keys.pop(k) for k in ("system", "max_prompt_length", "environment_class") if k in keys}
-    tokenizer = tiny_tokenizers.make_tokenizer(template)
-    if "environment_class" in options:
-        options["environment"] = options.pop("environment_class")
+    """environment: a class, or as in a config."""
+    options = {k: keys.pop(k) for k in ("system", "max_prompt_length") if k in keys}
+    tokenizer, given = tiny_tokenizers.make_tokenizer(template), keys.get("environment")
     ends = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    return Rollouts(sampler, tokenizer, config(**keys), seed=5, end_tokens=ends, **options)
+    with contextlib.ExitStack() as patches:
+        if isinstance(given, type):
+            patches.enter_context(mock.patch("mrl.rollout.rollouts.load_environment", lambda spec: given))
+            keys["environment"] = given.__name__
+        return Rollouts(sampler, tokenizer, config(**keys), seed=5, end_tokens=ends, **options)

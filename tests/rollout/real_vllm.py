@@ -7,9 +7,11 @@ import datetime
 import functools
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -99,7 +101,7 @@ class RealServer:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.url, self.log, self.model = f"http://127.0.0.1:{port}", log, model
         command = [
             str(python),
             "-m",
@@ -142,17 +144,26 @@ class RealServer:
         self.process.wait()
 
 
-@contextlib.contextmanager
-def serving_adapters(model: str, log: pathlib.Path) -> Iterator[RealServer]:
-    """A server that takes two adapters of a rank of 8 at most, while it is open."""
-    server = RealServer(
-        model, log, "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
-    )
-    server.wait()
-    try:
-        yield server
-    finally:
+_OF_ADAPTERS: list[RealServer] = []
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+
+
+def adapter_server() -> RealServer:
+    """A server that takes two adapters of a rank of 8 at most. The tests of a process share it (tests/conftest.py)."""
+    if not _OF_ADAPTERS:
+        folder = pathlib.Path(tempfile.mkdtemp())
+        model = make_model(str(folder / "model"), seed=0)
+        server = RealServer(model, folder / "log", *ADAPTERS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+        _OF_ADAPTERS.append(server)
+        server.wait()
+    return _OF_ADAPTERS[0]
+
+
+def end_adapter_server() -> None:
+    for server in _OF_ADAPTERS:
         server.kill()
+        shutil.rmtree(server.log.parent)
+    _OF_ADAPTERS.clear()
 
 
 @contextlib.contextmanager

@@ -22,9 +22,9 @@ def path(tmp_path):
     [
         ("Counts", "Counts: it does not exist; the classes there are Answers, Count, Guess"),
         ("function", "function: it is no class; the classes there are"),
-        ("NoStep", "NoStep has no method step; write def step(self, ...)"),
-        ("WrongStep", "cannot be called as step(text): too many positional arguments; write def step(self, text)"),
-        ("Needs", "cannot be called as Needs(): missing a required argument: 'what'"),
+        ("NoStep", "'NoStep' has no attribute 'step'; write __init__(self), reset(self, row) and step(self, text)"),
+        ("WrongStep", "too many positional arguments; write"),
+        ("Needs", "missing a required argument: 'what'; write"),
     ],
 )
 def test_what_is_no_environment(path, name, message):
@@ -32,13 +32,6 @@ def test_what_is_no_environment(path, name, message):
         make_rollouts(Says(TOKENIZER, "fox"), environment=f"{path}:{name}")
     assert str(error.value).startswith(f"rollout.environment: {path}:{name}: ")
     assert message.format(path=path) in str(error.value)
-
-
-def test_a_reset_without_the_row_is_told_how_to_be_written(tmp_path):
-    file = tmp_path / "no_row.py"
-    file.write_text("class Env:\n    def reset(self): ...\n    def step(self, text): ...\n")
-    with pytest.raises(ConfigError, match=r"cannot be called as reset\(row\): .*; write def reset\(self, row\)$"):
-        load_environment(f"{file}:Env")
 
 
 def answer(path, row, name="Answers", **keys):
@@ -84,7 +77,6 @@ def test_a_wrong_answer_names_the_environment_the_row_and_what_is_wrong(path, gi
     ("given", "message"),
     [
         (5, "reset returned 5 (int) as the prompt; give text, a message or a list of messages"),
-        ("", "reset returned an empty prompt"),
         (
             [{"role": "assistant", "content": "x"}],
             "reset gave a prompt that cannot be used: prompt has no user turn after",
@@ -139,21 +131,6 @@ def test_more_conversations_than_threads(path):
     environments.close()
 
 
-def test_a_field_that_the_row_has_not_is_told_with_those_that_it_has():
-    class Wants:
-        def reset(self, row):
-            return row["gold"]
-
-        def step(self, text):
-            return None, 0, True
-
-    environments = Environments(Wants, "Wants", timeout_s=5)
-    says = r"reset raised KeyError: 'gold' \(.*\); the row has the fields prompt, answer; correct the environment"
-    with pytest.raises(RewardError, match=says):
-        environments.reset(make_prompts([{"prompt": "hello", "answer": "fox"}], TOKENIZER))
-    environments.close()
-
-
 def test_a_row_is_the_environments_own(path):
     row = {"prompt": "hello", "answer": ["fox", 1, True], "list": [1]}
 
@@ -165,5 +142,5 @@ def test_a_row_is_the_environments_own(path):
             return None, 0, True
 
     prompts = make_prompts([row], TOKENIZER)
-    make_rollouts(Says(TOKENIZER, "dog"), environment_class=Changes).sample(prompts, step=0, samples=2)
+    make_rollouts(Says(TOKENIZER, "dog"), environment=Changes).sample(prompts, step=0, samples=2)
     assert row["list"] == [1]

@@ -17,9 +17,8 @@ import pytest
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
-from mrl.weights.safetensors_io import SafetensorsReader
 from tests.rollout.digest import digest
-from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
+from tests.rollout.real_vllm import RealServer, hf_stream, logs_of, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
 
 pytestmark = pytest.mark.slow
@@ -62,14 +61,21 @@ def by_disk(servers, folders, tmp_path_factory) -> list[tuple[list[dict[str, str
     return found
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
-def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_path, way):
-    """At two servers. Buckets: smaller than a tensor, exactly the first five, one byte less, and one for all."""
+@pytest.mark.parametrize(
+    ("way", "buckets"),
+    [
+        ("broadcast", (1, -1)), ("ipc", (2**30,)), pytest.param("broadcast", (0, 2**30), marks=pytest.mark.nightly),
+        pytest.param("ipc", (-1,), marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_path, way, buckets):
+    """At two servers. Buckets: smaller than a tensor, exactly the first five (0), one byte less (-1), and one for all."""
     models = [dict(hf_stream(folder)) for folder in folders]
     first = sum(t.numel() * t.element_size() for t in list(models[0].values())[:5])
-    for turn, bucket_bytes in enumerate((1, first, first - 1, 2**30) if way == "broadcast" else (first - 1, 2**30)):
-        model, (sums, scores) = models[turn % 2], by_disk[turn % 2]  # the servers have the other one's weights
-        sampler = linked(servers, tmp_path, way, bucket_bytes)
+    has = int(by_disk[0][0] != [checksums(server) for server in servers])  # the servers' weights
+    for turn, size in enumerate(buckets, 1):
+        model, (sums, scores) = models[(has + turn) % 2], by_disk[(has + turn) % 2]
+        sampler = linked(servers, tmp_path, way, size if size > 0 else first + size)
         for server in servers:
             post(server, "/collective_rpc", {"method": "note"})
         sampler.update_weights(iter(model.items()))
@@ -83,20 +89,19 @@ def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_p
     assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
 
 
-def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path):
-    """A tensor of a wrong shape in the middle, of which a part of a layer is loaded already; then tensors that lack."""
+@pytest.mark.parametrize("fault", ["a tensor lacks", pytest.param("a wrong shape", marks=pytest.mark.nightly)])
+def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path, fault):
+    """Of a layer, a part is loaded already where a tensor has a wrong shape."""
     sampler = linked(servers, tmp_path, "broadcast", 50_000)
-    for stream, said in (
-        (hf_stream(folders[1], wrong_shape=WRONG), r"/\w+_weights? says HTTP 500"),
-        ((pair for pair in hf_stream(folders[1]) if pair[0] != WRONG), f"no weights have come for 1 .*{WRONG}"),
-    ):
-        sampler.fleet.handover._shapes = {}
-        start = time.monotonic()
-        with logs_of(servers), pytest.raises(ServerError, match=said) as caught:
-            sampler.update_weights(stream)
-        assert time.monotonic() - start < 30 and "\n" not in str(caught.value)
-        assert "no server samples: their weights are partly new" in str(caught.value)
-        assert all(paused(server) for server in servers)
+    stream, said = hf_stream(folders[1], wrong_shape=WRONG), r"/\w+_weights? says HTTP 500"
+    if fault == "a tensor lacks":
+        stream, said = (pair for pair in stream if pair[0] != WRONG), f"no weights have come for 1 .*{WRONG}"
+    start = time.monotonic()
+    with logs_of(servers), pytest.raises(ServerError, match=said) as caught:
+        sampler.update_weights(stream)
+    assert time.monotonic() - start < 30 and "\n" not in str(caught.value)
+    assert "no server samples: their weights are partly new" in str(caught.value)
+    assert all(paused(server) for server in servers)
     again = linked(servers, tmp_path, "broadcast", 50_000)  # as of the next start of the command
     again.update_weights(hf_stream(folders[1]))
     for found in again.log_probs(TEXT):
@@ -123,31 +128,4 @@ def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, f
             sampler.update_weights(hf_stream(folders[sent]))
         for found in sampler.log_probs(TEXT):
             close(found, log_probs(folders[sent], TEXT))
-        sampler.close()
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """(a server of a model whose head is its embedding, that model, one with other weights)"""
-    root = tmp_path_factory.mktemp("tied")
-    folders = [make_model(str(root / str(seed)), seed, tied=True) for seed in (0, 1)]
-    server = RealServer(folders[0], root / "log", *LINKED)
-    try:
-        server.wait()
-        yield server, *folders
-    finally:
-        server.kill()
-
-
-@pytest.mark.nightly
-def test_the_head_of_a_tied_model_comes_with_its_embedding(tied, tmp_path):
-    """From files too."""
-    server, old, new = tied
-    with SafetensorsReader(new) as reader:
-        assert "lm_head.weight" not in reader.tensors
-    for way in ("disk", "ipc", "broadcast"):
-        sampler = sampler_of([server.url], str(tmp_path / "weights"), handover=way)
-        for folder in (old, new):
-            sampler.update_weights(hf_stream(folder))
-            close(sampler.log_probs(TEXT)[0], log_probs(folder, TEXT))
         sampler.close()

@@ -1,4 +1,4 @@
-"""New weights of experts, and of bfloat16, through links into real vLLM servers on the CPU (nightly tier).
+"""New weights of experts, of a head that is the embedding, and of bfloat16, through links into real vLLM servers on the CPU (nightly tier).
 
 As test_handover.py, whose servers have a dense model in fp32. Trap 31 (a reload in several parts corrupts experts,
 SkyRL#1737): vLLM has the experts of a layer in one parameter, w13_weight or w2_weight, which is loaded when the last of
@@ -44,12 +44,15 @@ class Served:
 
 
 @pytest.fixture(
-    scope="module", params=[("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("qwen3", "bfloat16")], ids="-".join
+    scope="module",
+    params=[("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("qwen3", "bfloat16"), ("tied", "float32")],
+    ids="-".join,
 )
 def served(request, tmp_path_factory):
     family, dtype = request.param
     root = tmp_path_factory.mktemp(f"{family}-{dtype}")
-    made = {"family": family, "dtype": getattr(torch, dtype)}
+    tied = family == "tied"
+    made = {"family": "qwen3" if tied else family, "tied": tied, "dtype": getattr(torch, dtype)}
     folders = [make_model(str(root / str(seed)), seed, **made) for seed in (0, 1)]
     server = RealServer(folders[0], root / "log", *LINKED, "--dtype", dtype)
     try:
@@ -82,7 +85,7 @@ def test_every_bit_arrives_as_from_files(served, tmp_path):
     server = served.server
     models = [dict(hf_stream(folder)) for folder in served.folders]
     assert all(str(tensor.dtype) == f"torch.{served.dtype}" for model in models for tensor in model.values())
-    five = 5 * 64 * 128 * models[0]["lm_head.weight"].element_size()
+    five = 5 * 64 * 128 * models[0]["model.embed_tokens.weight"].element_size()
     if any(".experts." in name for name in models[0]):
         assert any(of_one_expert(*edge) for edge in edges(models[0], five))
     by_disk = {}

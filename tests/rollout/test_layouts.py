@@ -37,7 +37,7 @@ def without_log_probs(trajectories):
     return [{k: v for k, v in t.items() if k != "log_probs"} for t in trajectories]
 
 
-KINDS = [("stop texts", [*LAYOUTS]), ("Count", ["fsdp dp2", "megatron tp2"]), ("Count", ["fsdp dp2", "megatron pp2"])]
+KINDS = [("stop texts", ["fsdp dp2", "megatron pp2"]), ("Count", ["fsdp dp2", "megatron tp2"]), ("Count", [*LAYOUTS])]
 
 
 @pytest.mark.parametrize("kind, layouts", in_tiers(KINDS[:1], KINDS[1:2], KINDS))

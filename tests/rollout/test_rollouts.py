@@ -212,7 +212,7 @@ def test_a_slow_environment_holds_its_own_part_alone(slow):
             return f"{self.number} fox", 1, False
 
     sampler = ByTokens(TOKENIZER)
-    rollouts = make_rollouts(sampler, environment_class=Waits, max_turns=3, environment_parts=2)
+    rollouts = make_rollouts(sampler, environment=Waits, max_turns=3, environment_parts=2)
     rows = [{"prompt": "hello", "number": i} for i in range(4)]
     made = rollouts.sample(make_prompts(rows, TOKENIZER), step=0, samples=1)
     rollouts.close()

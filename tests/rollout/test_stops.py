@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mrl.data.encode import Encoder
-from mrl.errors import ModelError
 from mrl.rollout.stops import EndTokens, StopTexts, end_tokens
 from tests.data import test_ends, tiny_tokenizers
 
@@ -99,16 +98,6 @@ def test_end_tokens(tmp_path, given_ids, expected):
     if given_ids != "no file":
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given_ids}))
     assert end_tokens(str(tmp_path), tiny_tokenizers.make_tokenizer()) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [('{"eos_token_id": "a"}', "eos_token_id is 'a'; give a token id"), ("{", "not readable as JSON"), ("[]", "holds a JSON list, not an object")],
-)  # fmt: skip
-def test_a_wrong_generation_config(tmp_path, text, message):
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ModelError, match=f"generation_config.json: {message}"):
-        end_tokens(str(tmp_path), tiny_tokenizers.make_tokenizer())
 
 
 @pytest.mark.parametrize(

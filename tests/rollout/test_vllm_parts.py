@@ -20,7 +20,6 @@ from mrl.config.ppo import PPOConfig, ServerConfig
 from mrl.config.ppo_checks import check_inside
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import RankGroup
-from mrl.engine.kept import share
 from mrl.errors import ConfigError, ServerError
 from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
@@ -145,45 +144,7 @@ def calls_of_an_engine() -> list[str]:
         return vllm.made[0].calls
 
 
-@pytest.mark.parametrize(
-    "says, why",
-    [
-        (True, "the actor has no weights for 1 of vLLM's parameters, as c"),
-        (False, "vLLM's Model does not say which of its parameters it has loaded"),
-    ],
-)
-def test_weights_that_do_not_come_are_an_error(says, why):
-    """vLLM only warns, and what sleep has thrown away is noise."""
-    assert run_case(2, "tests.rollout.test_vllm_parts:weights_that_do_not_come", says=says).endswith(
-        f"on rank 0 (RuntimeError: {why}); nothing is sampled from them; the same command goes on from the last checkpoint"
-    )
-
-
-def weights_that_do_not_come(says: bool) -> str:
-    """says: whether the model's `load_weights` returns the names of what it has loaded."""
-    from tests.rollout.vllm_cases import error_of, sampler_of, stream
-
-    with stand_in_vllm.installed() as vllm:
-        vllm.names = ["a", "b", "c"]
-        sampler = sampler_of()
-        load = vllm.made[0].model.load_weights
-
-        def load_weights(weights):
-            loaded = load(weights)
-            return loaded if says else None
-
-        vllm.made[0].model.load_weights = load_weights
-        return error_of(lambda: sampler.update_weights(stream(1.0)))
-
-
 # ------------------------------------------------------------------------------------------------------ several processes
-
-
-def test_shares_are_neighbours_and_together_everything():
-    for count, engines in ((0, 3), (1, 3), (2, 3), (12, 4), (13, 4)):
-        parts = [share(count, i, engines) for i in range(engines)]
-        assert [i for part in parts for i in part] == list(range(count))
-        assert max(len(part) for part in parts) <= -(-count // engines)
 
 
 def test_neighbours_make_an_engine(monkeypatch):
@@ -239,25 +200,13 @@ def test_weights_that_find_no_memory_are_said_on_every_rank(bad_rank, wakes, why
     without = "rollout.backend: vLLM inside the trainer has no weights: they were not handed over"
     assert lines == [lines[0], without] * 2
     assert lines[0].startswith(
-        f"rollout.backend: vLLM inside the trainer has no memory for its weights on rank {bad_rank} ({why});"
+        f"rollout.backend: vLLM inside the trainer has not taken the actor's weights on rank {bad_rank} ({why});"
     )
     assert "train.offload_idle to always" in lines[0] and "rollout.server.memory_fraction" in lines[0]
 
 
-def test_a_start_that_fails_is_one_line():
-    line = run_case(2, "tests.rollout.vllm_cases:a_start_that_fails_names_its_rank")
-    assert "does not start on rank 0 (ValueError: Free memory on device cuda:0 (1/2 GiB) on startup is less" in line
-    assert "and more" not in line
-
-
 def test_an_engine_is_of_its_process():
     assert run_case(2, "tests.rollout.vllm_cases:an_engine_is_of_its_process") == [("0", "0", "5"), ("0", "1", "6")]
-
-
-def test_a_cache_of_old_weights_is_no_hand_over():
-    """vLLM says so where requests are still under way."""
-    said = run_case(2, "tests.rollout.vllm_cases:a_cache_of_old_weights_is_no_hand_over")
-    assert "the prefix cache of the old weights cannot be emptied" in said
 
 
 def test_a_run_that_an_error_ends_waits_for_no_group():

@@ -1,4 +1,4 @@
-"""What a real vLLM says before it starts, and as a server that ends at its start (slow tier). See test_vllm.py for where it is."""
+"""What a real vLLM says before it starts, and as a server that ends at its start (nightly). See test_vllm.py for where it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.rollout.real_vllm import ENVIRONMENT, ROOT, VENV, RealServer, make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ASKED = """
 import json, sys
@@ -71,7 +71,6 @@ def test_the_version_is_that_of_the_metadata(model, tmp_path):
     assert why == 'ConfigError: rollout.backend: value "vllm" is vLLM 0.25.0 here, and mrl needs 0.26 or newer; install 0.32, or set it to native'  # fmt: skip
 
 
-@pytest.mark.nightly
 def test_the_last_words_of_a_server_name_the_cause(model, tmp_path):
     """As tests/slurm/test_render.py, of a real server."""
     broken, attempt = shutil.copytree(model, tmp_path / "broken"), tmp_path / "attempt"

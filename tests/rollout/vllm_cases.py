@@ -118,13 +118,6 @@ def weights_without_memory_are_said_on_every_rank(bad_rank: int, wakes: bool) ->
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
 
 
-def a_cache_of_old_weights_is_no_hand_over() -> str:
-    with stand_in_vllm.installed() as vllm:
-        sampler = sampler_of()
-        vllm.keeps_cache = True
-        return error_of(lambda: sampler.update_weights(stream(1.0)))
-
-
 def an_engine_is_of_its_process() -> list[tuple[str, ...]]:
     """What vLLM finds in the environment of each rank. It would make a process of its own, which has no group to join."""
     os.environ["LOCAL_RANK"], outside = str(5 + dist.get_rank()), os.environ.get("LOCAL_RANK")
@@ -149,12 +142,6 @@ def a_run_that_an_error_ends_waits_for_no_group() -> bool:
         except ZeroDivisionError:
             sampler.close()
         return vllm.made[0].ended
-
-
-def a_start_that_fails_names_its_rank() -> str:
-    with stand_in_vllm.installed() as vllm:
-        vllm.fails = "Free memory on device cuda:0 (1/2 GiB) on startup is less than desired\nand more"
-        return error_of(sampler_of)
 
 
 def one_tensor_travels_at_a_time() -> list[int]:

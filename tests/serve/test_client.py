@@ -200,7 +200,7 @@ def test_saved_in_one_client_goes_on_in_another(server):
     assert [step(client, rows(6)), step(client, rows(7))] == expected
     with (
         pytest.warns(FutureWarning),
-        pytest.raises(Exception, match="rank 4 on attention and MLP, the model .* rank 2 on"),
+        pytest.raises(Exception, match=r"ModelKind\(rank=4, .*, the model ModelKind\(rank=2,"),
     ):
         server.train(rank=2).load_state(path).result()
 
@@ -273,18 +273,6 @@ def test_a_signal_changes_nothing(model, tmp_path):
         found = [(a.result().metrics["loss:sum"], b.result().metrics["grad_norm"]) for a, b in calls]
         assert found == [expected[0][0], *expected[1]]
         assert [len(one.tokens) > 0 for one in sampled.result().sequences] == [True] * 8
-
-
-@pytest.mark.slow
-def test_a_loss_has_the_options_of_the_call(server):
-    """Each ratio is e^0.5, which is clipped. tests/algorithms/test_sums.py has all losses and options."""
-    client, ids = server.train(), [5, 6, 7, 8, 9]
-    found = client.forward([datum(ids, weights=[0.0] * 4)], "cross_entropy").result()
-    sampled = [value - 0.5 for value in found.loss_fn_outputs[0]["logprobs"].data]
-    data = [datum(ids, logprobs=sampled, advantages=[1.0, 2.0, 3.0, 4.0])]
-    for options, most in ((None, 1.2), ({"clip_high_threshold": 1.1}, 1.1)):
-        loss = client.forward(data, "ppo", loss_fn_config=options).result().metrics["loss:sum"]
-        assert loss == pytest.approx(-10 * most, rel=1e-5)
 
 
 def files_of(client, path):

@@ -112,7 +112,6 @@ def test_images_and_odd_tensors():
     image.data[0].model_input[0].image.format = "png"
     assert "data[0].model_input[0]: is an image, and this model reads text alone; send encoded_text" in refused(image)
     for change, says in (
-        (lambda t: (t.ClearField("shape"), t.shape.extend([2**32, 2**32])), "for which there is no room"),
         (lambda t: setattr(t, "dtype", 9), "has the unknown dtype 9"),
         (lambda t: setattr(t, "dense", b"123"), "has 3 bytes"),
         (lambda t: t.shape.append(3), "has 2 numbers for the shape [2, 3]"),
@@ -122,24 +121,6 @@ def test_images_and_odd_tensors():
         odd = messages.ForwardBackwardRequest.FromString(sent.SerializeToString())
         change(odd.data[0].loss_fn_inputs["weights"])
         assert says in refused(odd)
-
-
-def test_a_few_bytes_that_stand_for_very_many_numbers():
-    limits = datums.Limits(vocab_size=10, length=6, numbers=100)
-
-    def call(count, width):
-        sent = request(*[([1], [2])] * count)
-        for datum in sent.data:
-            for tensor in datum.loss_fn_inputs.values():
-                tensor.ClearField("shape")
-                tensor.shape.extend([1, width])
-                tensor.sparse_csr.crow_indices = np.array([0, 0], "<i8").tobytes()
-        return datums.read_call(sent.SerializeToString())
-
-    assert datums.batch_of(call(1, 40), limits).labels.shape == (1, 40)
-    for count, width in ((1, 10**13), (2, 40)):
-        with pytest.raises(UserError, match="has the shape .* no room; send less in one call"):
-            datums.batch_of(call(count, width), limits)
 
 
 def test_options():

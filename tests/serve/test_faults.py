@@ -1,19 +1,15 @@
 """What goes wrong between a client and the server: lost answers, malformed requests, full queues, clients that die."""
 
-import collections
 import http.client
 import json
-import random
 import re
 import socketserver
 import threading
 import time
 
-import numpy as np
 import pytest
 from tinker import types
 
-from mrl.serve import messages
 from tests.serve.serving import ADAM, ask, rows, serving, step
 
 pytestmark = pytest.mark.slow
@@ -71,72 +67,10 @@ def test_lost_answers_change_nothing(server):
     proxy.shutdown()
 
 
-def malformed(rng: random.Random, session: str, model_id: str) -> tuple[str, bytes | dict]:
-    """(path, body) of a request that nobody should send."""
-    odd = rng.choice(
-        [None, 1.5, "x", -1, 2**70, [], {}, True, "../../etc/passwd", "\ud800", "tinker://a/b/c", "é" * 3000]
-    )
-    good = messages.ForwardBackwardRequest(model_id=model_id, seq_id=1, loss_fn="cross_entropy")
-    datum = good.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([5, 6], "<i4").tobytes()
-    raw = good.SerializeToString()
-    kind = rng.randrange(8)
-    if kind == 0:
-        return "forward_backward", raw[: rng.randrange(len(raw))]
-    if kind == 1:
-        return "forward_backward", bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
-    if kind == 2:
-        return "forward_backward", raw
-    path, body = rng.choice([
-        ("create_session", {"sdk_version": "0.38.0"}),
-        ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "m", "lora_config": {"rank": 4}}),
-        ("get_info", {"model_id": model_id}),
-        ("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 1e-3}}),
-        ("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}),
-        ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "a"}),
-        ("load_weights", {"session_id": session, "model_seq_id": 6, "path": "tinker://x/weights/a"}),
-        ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1, "model_path": "tinker://x"}),
-        ("asample", {"sampling_session_id": "x", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}),
-        ("retrieve_future", {"request_id": "1"}),
-        ("weights_info", {"tinker_path": "tinker://x/weights/a"}),
-        ("session_heartbeat", {"session_id": session}),
-    ])  # fmt: skip
-    if kind == 3:
-        return path, json.dumps(body).encode()[: rng.randrange(20)]
-    name = rng.choice(list(body))
-    if isinstance(body[name], dict) and body[name] and kind > 5:
-        inner = rng.choice(list(body[name]))
-        return path, {**body, name: {**body[name], inner: odd}}
-    return path, {**body, name: odd}
-
-
 def came_of(server, future):
     """What a promise came to, where that is JSON."""
     found = ask(server, "/api/v1/retrieve_future", {"request_id": future})[1]
     return json.loads(found) if found[:1] == b"{" else {}
-
-
-def test_malformed_requests_are_refused_in_one_line_each(server):
-    client, rng = server.train(seed=2), random.Random(0)
-    id = client.get_info().model_id
-    session, before = id.partition(":")[0], len(server.log.read_text())
-    came = collections.Counter()
-    for _ in range(200):
-        path, body = malformed(rng, session, id)
-        status, answer = ask(server, f"/api/v1/{path}", body)
-        assert status in (200, 400, 404, 410, 422), (path, body, status, answer)
-        found = json.loads(answer)
-        if (
-            path not in ("retrieve_future", "session_heartbeat") and "request_id" in found
-        ):  # it may be wrong in its turn
-            found = came_of(server, found["request_id"])
-        line = found.get("detail", found.get("error"))
-        came[path, status, line is None] += 1
-        if line is not None:
-            assert line and "\n" not in line and len(line) <= 460 and "Traceback" not in line, (path, body, line)
-    assert sum(count for (_, status, right), count in came.items() if not right) > 120, came
-    assert "Traceback" not in server.log.read_text()[before:]
-    assert step(server.train(seed=3), rows(0))[1] > 0, "the next right request is right"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +79,6 @@ def test_malformed_requests_are_refused_in_one_line_each(server):
         ("/api/v1/create_session", {}, {"origin": "http://other.example"}, 403, "a browser may not ask"),
         ("/api/v1/create_session", {}, {"host": "rebound.example:80"}, 403, "a browser may not ask"),
         ("/api/v1/create_session", b"x" * (2**20 + 1), {}, 413, "more than 1048576 bytes"),
-        ("/api/v1/forward_backward", b"x", {"content-encoding": "zstd"}, 415, "the body is compressed"),
-        ("/v1/completions", {"model": "m", "prompt": "\ud800"}, {}, 400, "prompt: value"),
-        ("/api/v1/nothing", {}, {}, 404, "/api/v1/nothing is nothing that this server has"),
-        ("/api/v1/healthz", {}, {}, 405, "is not for POST"),
         ("/api/v1/retrieve_future", {"request_id": "gone"}, {}, 410, "there is no promise gone"),
         ("/api/v1/session_heartbeat", {"session_id": "x"}, {}, 410, "there is no session x"),
     ],
@@ -203,7 +133,7 @@ def test_one_model_of_which_all_weights_train(model, tmp_path):
             "sampling_session_id": client.save_weights_and_get_sampling_client().result()._sampling_session_id,
             "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1},
         }  # fmt: skip
-        with pytest.raises(Exception, match=f"is a second one, beside {id}: all weights train here"):
+        with pytest.raises(Exception, match="is one more than the 1 that can be held at once"):
             server.train()
         service.close("success").result()
         service = server.client()
@@ -239,7 +169,7 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(server):
 
 
 def test_what_a_dead_client_held_is_freed(model, tmp_path):
-    with serving(tmp_path, model, "serve.silent_s=3") as server:
+    with serving(tmp_path, model, "serve.silent_s=1") as server:
         status, answer = ask(server, "/api/v1/create_session", {"sdk_version": "0.38.0"})
         session = json.loads(answer)["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
@@ -251,7 +181,7 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
             if status == 400 and re.search("is gone: .*its client was gone for long", answer.decode()):
                 break
             assert time.monotonic() < deadline, answer
-            time.sleep(1)
+            time.sleep(0.2)
 
 
 def test_clients_are_told_what_a_body_may_hold(server):

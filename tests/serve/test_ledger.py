@@ -4,17 +4,15 @@ import dataclasses
 import errno
 import io
 import json
-import math
-import re
 import time
 
 import pytest
 
-from mrl.errors import CheckpointError, ConfigError, UserError
+from mrl.errors import CheckpointError, UserError
 from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, SavedRecord
 from mrl.serve.operations import ModelKind
 from mrl.serve.request_queue import RequestQueue
-from mrl.serve.suspended import move_aside, read_state
+from mrl.serve.suspended import read_state
 
 RUN = "s1:train:0"
 
@@ -88,16 +86,6 @@ def test_a_client_that_comes_back_is_heard(ledger, tmp_path):
     assert again.sessions["s1"] > before and again.sessions["s2"] == ENDED and "s3" not in again.sessions
 
 
-def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
-    for _ in ledger.saved.values():
-        ledger.save(saved("new"))
-    for _ in ledger.sessions.items():
-        ledger.session("s2")
-    for model in ledger.models.values():
-        ledger.model(dataclasses.replace(model, id="s1:train:1"))
-    assert ledger.models.keys() == {RUN, "s1:train:1"}
-
-
 def test_what_is_kept_from_now_on(ledger):
     ledger.set_ttl(saved("a"), 60)
     assert 50 < ledger.saved[saved("a").path].expires - time.time() < 70
@@ -154,43 +142,21 @@ def odd_of(ledger, tmp_path, *lines):
     return Ledger(tmp_path)
 
 
+SAVE = {"event": "saved", **dataclasses.asdict(saved("z"))}
 ODD = {
-    "no JSON": b"{nope\n", "no text": b"\xff\xfe\x00\n", "zeros of a crash": b"\0" * 300 + b"\n", "deep": b"[" * 100_000 + b"\n",
-    "a list": [], "a number": 5, "a text": "x", "null": None, "no event": {"id": "x"}, "an event of no name": {"event": None},
-    "an event that is a list": {"event": ["saved"]}, "an event of another mrl": {"event": "audited", "who": "x"},
-    "a method": {"event": "_class__"}, "a session without its time": {"event": "session", "id": "s9"},
-    "a time in words": {"event": "session", "id": "s9", "time": "noon"}, "a time of no calendar": {"event": "session", "id": "s9", "time": 1e300},
-    "a time that is no number": b'{"event": "session", "id": "s9", "time": NaN}\n', "an id that is a list": {"event": "finished", "id": []},
-    "a model of no kind": {"event": "model", "id": "s9:train:0", "session": "s9", "base": "b", "metadata": {}, "asked_at": 1.0},
-    "a kind in words": {"event": "model", "id": "s9:train:0", "session": "s9", "kind": "big", "base": "b", "metadata": {}, "asked_at": 1.0},
-    "a save that leads elsewhere": {"event": "saved", **dataclasses.asdict(dataclasses.replace(saved("z"), run="../../x"))},
-    "a save of another part": {"event": "saved", **dataclasses.asdict(dataclasses.replace(saved("z"), part="logits"))},
-    "bytes that are true": {"event": "saved", **dataclasses.asdict(dataclasses.replace(saved("z"), bytes=True))},
-    "a sampler of no base": {"event": "sampler", "id": "x", "session": "s1"}, "a path that is a number": {"event": "deleted", "path": 5},
+    "no JSON": b"{nope\n", "zeros of a crash": b"\0" * 300 + b"\n", "a list": [], "no event": {"id": "x"},
+    "an event of another mrl": {"event": "audited"}, "no time": {"event": "session", "id": "s9"},
+    "a save that leads elsewhere": SAVE | {"run": "../../x"}, "a field of another mrl": SAVE | {"digest": "x"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_line_is_passed_over_and_said(ledger, tmp_path, name):
+def test_a_line_that_cannot_be_read_is_passed_over_and_said(ledger, tmp_path, name):
     """All others are read, before it and after it, and it changes nothing."""
     again = odd_of(ledger, tmp_path, ODD[name], {"event": "session", "id": "s2", "time": 5.0})
     assert again.saved == ledger.saved and again.samplers == ledger.samplers and again.models.keys() == {RUN}
     assert again.sessions == {**ledger.sessions, "s2": 5.0} and not again.deleted
-    assert re.fullmatch(r"ledger.jsonl: line 5 is passed over \([^()]+\)", again.skipped_lines())
-
-
-def test_what_a_newer_mrl_added_is_left_out_and_said(ledger, tmp_path):
-    """The save is had all the same."""
-    more = {"event": "saved", **dataclasses.asdict(saved("b")), "digest": "x", "color": 1}
-    more["kind"] |= {"dora": True}
-    again = odd_of(ledger, tmp_path, more)
-    assert again.saved.keys() == {saved("a").path, saved("b").path} and again.saved[saved("b").path].kind == ModelKind(
-        4
-    )
-    assert again.skipped_lines() == "ledger.jsonl: line 5 has fields of another mrl (color, digest, kind.dora)"
-    assert not ledger.skipped_lines()
-    many = odd_of(ledger, tmp_path, *[[]] * 5).skipped_lines()
-    assert many.startswith("ledger.jsonl: line 5 has fields") and many.endswith(", and 3 more")
+    assert again.skipped_lines().endswith("passed over: 5") and not ledger.skipped_lines()
 
 
 def test_models_whose_session_is_not_known(ledger, tmp_path):
@@ -198,29 +164,6 @@ def test_models_whose_session_is_not_known(ledger, tmp_path):
     lines = ledger.file.read_text().splitlines(keepends=True)
     ledger.file.write_text("".join(line for line in lines if '"event": "session"' not in line))
     assert Ledger(tmp_path).sessions == {"s1": 1.0}
-
-
-@pytest.mark.parametrize("name", ["ledger.jsonl", "models"])
-@pytest.mark.parametrize("how", ["another kind", "a link that leads nowhere"])
-def test_another_thing_in_a_place_is_refused(tmp_path, name, how):
-    """A link that is there today leads to what there is."""
-    if how == "another kind":
-        (tmp_path / name).write_text("") if name == "models" else (tmp_path / name).mkdir()
-    else:
-        (tmp_path / name).symlink_to(tmp_path / "scratch")
-    with pytest.raises(ConfigError, match=f"has another thing in the place of {name}, or a link that leads nowhere"):
-        Ledger(tmp_path)
-
-
-def test_links_are_followed(ledger, tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    (tmp_path / "models").mkdir()
-    for name in ("ledger.jsonl", "models"):
-        (home / name).symlink_to(tmp_path / name)
-    again = Ledger(home)
-    again.save(saved("b"))
-    assert Ledger(tmp_path).saved == again.saved and again.saved.keys() == {saved("a").path, saved("b").path}
 
 
 def test_what_a_killed_save_left_is_removed(ledger, tmp_path):
@@ -253,24 +196,10 @@ def state_of(folder, **changed):
     return folder
 
 
-@pytest.mark.parametrize("changed", [
-    {"layout": "GONE"}, {"layout": []}, {"layout": 5}, {"desk": "GONE"}, {"desk": []}, {"desk": {"numbers": {}}}, {"lost": [5]}, {"lost": {"a": 5}},
-    {"desk": {"numbers": {RUN: math.inf}, "results": []}}, {"lost": {RUN: [[math.inf, "why"]]}},
-    {"desk": {"numbers": {RUN: "x"}, "results": []}}, {"desk": {"numbers": [], "results": []}}, {"desk": {"numbers": {}, "results": [{"id": 1}]}},
-    {"desk": {"numbers": {}, "results": [{"id": "x", "model": RUN, "queue": RUN, "number": 1, "media_type": "t", "body": "?"}]}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changed", [{"layout": "GONE"}, {"desk": []}, {"desk": {"numbers": {RUN: "x"}, "results": []}}]
+)
 def test_a_state_that_no_server_wrote_is_damaged(tmp_path, changed):
     assert read_state(state_of(tmp_path / "whole"))["lost"] == {RUN: {1: "why"}}
     with pytest.raises(CheckpointError, match="suspended: is damaged"):
         read_state(state_of(tmp_path / "suspended", **changed))
-
-
-def test_what_is_damaged_is_put_aside(tmp_path):
-    """Nothing is removed: a folder, a file, or a link that leads nowhere."""
-    folder = tmp_path / "suspended"
-    for make in (folder.mkdir, lambda: folder.write_text("[" * 10**5), lambda: folder.symlink_to("/nowhere")):
-        make()
-        with pytest.raises(CheckpointError, match="is damaged"):
-            read_state(folder)
-        move_aside(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"suspended.damaged-{i}" for i in (1, 2, 3)]

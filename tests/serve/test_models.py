@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_first_step_of_each_model_is_looked_at(folder):
-    processes, role = world_and_role("fsdp dp2", folder)
+    processes, role = world_and_role("fsdp", folder, size=1)
     run_case(processes, f"{__name__}:first_steps", config=role)
 
 

@@ -1,23 +1,13 @@
 """Queues and promises: order, turns, one promise a number, results that are kept for a while."""
 
+import contextlib
 import json
 import threading
-import time
 
 import pytest
 
 from mrl.errors import UserError
-from mrl.serve import request_queue as queue_module
-from mrl.serve.request_queue import (
-    FETCHED_S,
-    KEPT_S,
-    OVERDUE_S,
-    UNFETCHED_S,
-    FutureExpired,
-    QueueFull,
-    RequestQueue,
-    Result,
-)
+from mrl.serve.request_queue import FETCHED_S, KEPT_S, OVERDUE_S, FutureExpired, QueueFull, RequestQueue, Result
 
 
 class Clock:
@@ -41,24 +31,6 @@ def request_queue(clock):
 def taken(request_queue):
     work = request_queue.next_work(0)
     return None if work is None else (work.queue, [waiting.operation for waiting in work.requests])
-
-
-def three_results(request_queue):
-    """Promises of a model, each kept with ten bytes."""
-    request_queue.open("a", first=1)
-    promises = [request_queue.put("a", number, number) for number in (1, 2, 3)]
-    while request_queue.next_work(0) is not None:
-        pass
-    for future in promises:
-        request_queue.finish(future, Result(b"0123456789"))
-    return promises
-
-
-def forgotten(request_queue, future):
-    try:
-        return request_queue.find(future.id) is not future
-    except FutureExpired:
-        return True
 
 
 def test_a_models_operations_come_in_the_order_of_their_numbers(request_queue):
@@ -142,7 +114,7 @@ def test_no_room(request_queue):
     with pytest.raises(QueueFull):
         request_queue.put("a", 5, 5)
     request_queue.put_batched("s", 1, "samples have room of their own")
-    request_queue.close("the end")
+    request_queue.close()
     with pytest.raises(QueueFull):
         request_queue.put_batched("s", 2, "none")
     assert taken(request_queue) == ("a", [1]), "what waits is done"
@@ -159,58 +131,6 @@ def test_the_one_that_a_model_waits_for_has_room(request_queue):
         request_queue.put("b", 2, "more of another")
     request_queue.put("a", 1, 1)
     assert [taken(request_queue)[1] for _ in range(3)] == [[1], ["of another"], [2]]
-
-
-def test_bytes_that_wait_at_once(request_queue, monkeypatch):
-    monkeypatch.setattr(queue_module, "MAX_WAITING_BYTES", 10)
-    request_queue.open("a", first=1)
-    for number, size in ((1, 9), (2, 1)):
-        request_queue.put("a", number, number, size=size)
-    with pytest.raises(QueueFull):
-        request_queue.put("a", 3, 3, size=1)
-    request_queue.put("a", 3, 3, size=0)
-    assert taken(request_queue) == ("a", [1])
-    request_queue.put("a", 4, 4, size=9)
-
-
-def test_results_that_nobody_fetches(request_queue, clock, monkeypatch):
-    """Nothing more is taken where there are too many, until some are fetched or nobody is likely to come for them."""
-    monkeypatch.setattr(queue_module, "MAX_UNFETCHED_BYTES", 20)
-    monkeypatch.setattr(queue_module, "MAX_RESULT_BYTES", 10)
-    request_queue.open("a", first=1)
-    promises = [request_queue.put("a", number, number) for number in (1, 2, 3)]
-    while request_queue.next_work(0) is not None:
-        pass
-    for future in promises[:2]:
-        request_queue.finish(future, Result(b"0123456789"))
-    request_queue.put("a", 4, 4)
-    request_queue.finish(promises[2], Result(b"0"))
-    for ask in (
-        lambda: request_queue.put("a", 5, 5),
-        lambda: request_queue.put_batched("s", 1, 1),
-        lambda: request_queue.check_room(1),
-    ):
-        with pytest.raises(QueueFull):
-            ask()
-    for _ in range(2):  # one that is fetched twice
-        request_queue.mark_fetched(promises[1])
-    request_queue.put("a", 5, 5)
-    future = request_queue.put("a", 6, 6)
-    request_queue.finish(future, Result(b"0123456789"))
-    clock.now = FETCHED_S  # until then one that was fetched may be asked for again, where its answer was lost
-    with pytest.raises(QueueFull):
-        request_queue.put("a", 7, 7)
-    assert request_queue.find(promises[1].id) is promises[1]
-    clock.now = UNFETCHED_S + 1
-    request_queue.put("a", 7, 7)
-    for one in (promises[0], promises[1]):
-        with pytest.raises(FutureExpired):
-            request_queue.find(one.id)
-    again = RequestQueue(max_waiting=4, clock=clock)
-    monkeypatch.setattr(queue_module, "MAX_UNFETCHED_BYTES", 0)
-    again.restore(request_queue.state())
-    with pytest.raises(QueueFull):
-        again.put("a", 9, 9)
 
 
 def test_room_for_all_or_none(request_queue):
@@ -256,48 +176,6 @@ def test_what_is_put_back_comes_before_what_came_meanwhile(request_queue):
     assert taken(request_queue) == ("s", ["s1", "s2"])
 
 
-@pytest.mark.slow
-def test_what_comes_soon_after_joins_in(request_queue, monkeypatch):
-    """Nobody else waits for it meanwhile, and it is waited for where something has just come or was just done."""
-    request_queue.max_waiting = 9
-    monkeypatch.setattr(queue_module, "GATHER_S", 0.5)
-    monkeypatch.setattr(queue_module, "GATHER_MAX_S", 30.0)
-
-    def taken_with_a_late_one(number):
-        late = threading.Timer(0.1, lambda: request_queue.put_batched("s", number, number))
-        late.start()
-        found = request_queue.next_work(0)
-        late.join()
-        return found
-
-    request_queue.put_batched("s", 1, 1)
-    work = taken_with_a_late_one(2)
-    assert [one.operation for one in work.requests] == [1, 2]
-    request_queue.put_back("s", work.requests)
-    assert [one.operation for one in taken_with_a_late_one(3).requests] == [1, 2], "nothing has come or was done"
-    assert taken(request_queue) == ("s", [3])
-    request_queue.put_back("s", work.requests, expects_more=True)
-    assert [one.operation for one in taken_with_a_late_one(4).requests] == [1, 2, 4]
-    request_queue.open("a", first=1)
-    request_queue.put("a", 1, "x")
-    request_queue.put_batched("s", 5, 5)
-    assert [taken_with_a_late_one(6).queue, taken(request_queue)] == ["a", ("s", [5, 6])], (
-        "the model's turn does not wait"
-    )
-    request_queue.put("a", 2, "y")
-    request_queue.put_batched("s", 7, 7)
-    began = time.monotonic()
-    assert taken(request_queue)[0] == "a" and time.monotonic() - began < 0.4
-
-
-def test_a_stream_of_newcomers_does_not_hold_a_turn_up(request_queue, monkeypatch):
-    monkeypatch.setattr(queue_module, "GATHER_S", 0.5)
-    monkeypatch.setattr(queue_module, "GATHER_MAX_S", 0.2)
-    request_queue.put_batched("s", 0, 0)
-    began = time.monotonic()
-    assert taken(request_queue)[1] == [0] and time.monotonic() - began < 0.45
-
-
 def test_what_is_drawn_takes_room_until_it_is_finished(request_queue):
     """Else each turn would make room for as many again, and what is under way had no bound."""
     promises = [request_queue.put_batched("s", number, number) for number in range(4)]
@@ -311,37 +189,6 @@ def test_what_is_drawn_takes_room_until_it_is_finished(request_queue):
     assert request_queue.put_batched("s", "more", "more").result is None
 
 
-def test_what_waits_for_long_is_not_forgotten(request_queue, clock):
-    request_queue.open("a", first=1)
-    future = request_queue.put("a", 2, "waits")
-    clock.now = 2 * KEPT_S
-    request_queue.put("a", 3, "more")
-    assert request_queue.find(future.id) is future and request_queue.put("a", 2, "waits") is future
-
-
-def test_a_result_that_was_fetched_just_now_is_kept_where_there_are_many(request_queue, clock, monkeypatch):
-    """Its answer may have been lost; one that nobody has fetched is kept too."""
-    monkeypatch.setattr("mrl.serve.request_queue.MAX_RESULT_BYTES", 15)
-    promises = three_results(request_queue)
-    for clock.now, future in ((0.0, promises[1]), (200.0, promises[2])):
-        request_queue.mark_fetched(future)
-    request_queue.put("a", 4, "which forgets")
-    assert [forgotten(request_queue, future) for future in promises] == [False, True, False]
-
-
-def test_whoever_no_longer_waits_is_forgotten(request_queue):
-    request_queue.open("a", first=1)
-    future = request_queue.put("a", 1, "x")
-
-    def told():
-        raise AssertionError("it no longer waits")
-
-    request_queue.add_callback(future, told)
-    request_queue.remove_callback(future, told)
-    request_queue.finish(future, Result(b""))
-    request_queue.remove_callback(future, told)
-
-
 def test_what_is_given_back_fails_and_the_next_call_comes_after_it(request_queue):
     request_queue.open("a", first=1)
     left = [request_queue.put("a", number, number) for number in (1, 2)]
@@ -350,21 +197,6 @@ def test_what_is_given_back_fails_and_the_next_call_comes_after_it(request_queue
     assert request_queue.next_work(0) is None
     after = request_queue.put("a", 3, "after")
     assert [waiting.future for waiting in request_queue.next_work(0).requests] == [after]
-
-
-@pytest.mark.parametrize(
-    ("most", "gone"), [(30, []), (29, [0]), (20, [0]), (19, [0, 1]), (10, [0, 1])]
-)  # fmt: skip
-def test_no_more_is_forgotten_than_has_to_be(request_queue, clock, monkeypatch, most, gone):
-    """Those that were fetched first; nobody has fetched the last of three results of ten bytes."""
-    monkeypatch.setattr("mrl.serve.request_queue.MAX_RESULT_BYTES", most)
-    promises = three_results(request_queue)
-    for future in promises[:2]:
-        clock.now += 1.0
-        request_queue.mark_fetched(future)
-    clock.now = 500.0
-    request_queue.put("a", 4, "which forgets")
-    assert [i for i, future in enumerate(promises) if forgotten(request_queue, future)] == gone
 
 
 def test_the_next_start_goes_on_at_the_same_numbers(request_queue, clock):
@@ -385,13 +217,20 @@ def test_the_next_start_goes_on_at_the_same_numbers(request_queue, clock):
     assert taken(again) == ("b", ["of another"])
 
 
-def test_a_result_is_kept_from_when_it_was_there(request_queue, clock):
-    """However long it was on its way."""
+def test_how_long_results_are_kept(request_queue, clock):
+    """KEPT_S from when they were there, FETCHED_S from when one was fetched; what has none yet is not forgotten."""
     request_queue.open("a", first=1)
-    future = request_queue.put("a", 1, "x")
-    taken(request_queue)
-    clock.now = KEPT_S
-    request_queue.finish(future, Result(b"x"))
-    clock.now += 20
-    request_queue.put("a", 2, "which forgets")
-    assert request_queue.find(future.id) is future
+    waits = request_queue.put("a", 9, "waits")
+    kept, fetched = request_queue.put("a", 1, "kept"), request_queue.put("a", 2, "fetched")
+    clock.now = 2 * KEPT_S
+    for future in (kept, fetched):
+        request_queue.finish(future, Result(b"x"))
+    fetched.fetched_at = clock.now
+    for seconds, left in ((FETCHED_S, [waits, kept, fetched]), (KEPT_S, [waits, kept]), (KEPT_S + 20, [waits])):
+        clock.now = 2 * KEPT_S + seconds
+        request_queue.put_batched("s", seconds, "which forgets")
+        found = []
+        for future in (waits, kept, fetched):
+            with contextlib.suppress(FutureExpired):
+                found.append(request_queue.find(future.id))
+        assert found == left
