@@ -220,21 +220,17 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """Returns a fingerprint that tells this source from any other, and from itself after a change."""
-    folder = model.folder if model.as_published else model.folder.parent
-    files = {info.file for info in model.reader.tensors.values()}
-    if model.as_published:
-        files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
-    stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
-    config = hashlib.sha256((model.companion_folder / "config.json").read_bytes()).hexdigest()
+    config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
+    stats = {path.name: path.stat() for path in sorted(model.folder.glob("*.safetensors"))}
     return {
-        "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
+        "folder": str(model.folder.resolve()), "config": config,
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
     }  # fmt: skip
 
 
 def _notes(model: Source) -> list[str]:
     """Returns lines on parts of the folder that the checkpoint does not hold as they were."""
-    notes = list(model.notes)
+    notes = []
     if model.copies:
         notes.append(
             f"{shorten_list(list(model.copies))}: not stored, being "
