@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -135,6 +134,5 @@ def _try(degrees: dict[str, int], dp: int | None, own: ParallelConfig) -> Layout
 
 
 def _divisors(degree: int) -> list[int]:
-    """Returns the prime divisors of a degree, then itself."""
-    primes = [n for n in range(2, degree + 1) if degree % n == 0 and all(n % m for m in range(2, math.isqrt(n) + 1))]
-    return list(dict.fromkeys([*primes, *([degree] if degree > 1 else [])]))
+    """Returns the divisors of a degree above 1, the smallest first."""
+    return [n for n in range(2, degree + 1) if degree % n == 0]

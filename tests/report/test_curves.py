@@ -99,8 +99,6 @@ def test_better_and_worse():
     assert goal_of("train/loss", rl=False) == "low" and goal_of("train/loss", rl=True) is None
     assert goal_of("reward/x/mean", rl=True) == "high" and goal_of("actor/entropy", rl=True) is None
     assert goal_of("actor/sequence_kl", rl=True) is None and not is_main("actor/sequence_kl")
-    assert goal_of("actor/sequence_kl", rl=True, rewarded=False) == "low"
-    assert is_main("actor/sequence_kl", rewarded=False) and not is_main("reward/x/std", rewarded=False)
     assert is_main("reward/x/mean") and not is_main("reward/x/std")
     assert is_main("rewards/chosen") and is_main("rewards/rejected")  # all that kto has of answers that are no pairs
 
