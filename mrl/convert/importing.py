@@ -104,23 +104,20 @@ def import_hf(
         if carried:
             needed[_CARRIED_FILE] = sum(map(tensor_bytes, carried.values()))
         total = sum(needed.values())
-        objects = f"{FOLDER}/__0_{len(groups)}.distcp"
         advance = progress(total)
         plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
-        with Workspace(out, plan, needed | {objects: 0}) as work:
+        with Workspace(out, plan, needed) as work:
             makers = {file: functools.partial(_write, group, model, advance) for file, group in groups.items()}
             if carried:
                 write = functools.partial(write_tensors, lay_out(carried), carried, model.reader, advance)
                 makers[_CARRIED_FILE] = write
             shapes = stored_shapes(rules.values())
-            extra = extra_state_keys(shapes)
-            makers[objects] = functools.partial(_write_nothing, extra)
             done = work.write_all(makers, advance)
             if _fingerprint(model) != plan["source"]:
                 raise ModelError(source, why="changed while it was converted", fix="run the same command again")
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
-                _finish(folder, model, done, tensors, extra)
+                _finish(folder, model, done, tensors)
         return ImportResult(Path(out), len(model.reader.tensors), len(shapes), total, _notes(model))
 
 
@@ -168,22 +165,11 @@ def _blocks(part: _Part, model: Source, progress: Callable[[int], None]) -> Iter
         progress(block.numel() * part.dtype.itemsize)
 
 
-def _write_nothing(keys: list[str], path: Path) -> FileSummary:
-    # slow: it is done here, where another thread has the disk to wait for
-    import mrl.engine.torch_dist.metadata  # noqa: F401
-
-    file = ItemFile(path)
-    items = [file.add_empty(key) for key in keys]
-    file.close()
-    return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
-
-
 def _finish(
     folder: Path,
     model: Source,
     done: Mapping[str, FileSummary],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    extra: list[str],
 ) -> None:
     """Writes the small files, COMPLETE last."""
     from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
@@ -193,7 +179,11 @@ def _finish(
         for file, summary in done.items()
         if file != _CARRIED_FILE
     }
-    small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
+    extra, last = extra_state_keys({key: shape for key, (_, shape) in tensors.items()}), f"__0_{len(items)}.distcp"
+    objects = ItemFile(folder / FOLDER / last)
+    items[last] = [objects.add_empty(key) for key in extra]
+    objects.close()
+    small = [f"{FOLDER}/{name}" for name in (last, *write_metadata(folder / FOLDER, tensors, items, extra))]
     (folder / DESCRIPTION).write_bytes(saved_bytes(_description(model)))
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     # the weights here are not quantised
