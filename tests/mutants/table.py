@@ -18,7 +18,6 @@ LOSSES = (
         ("return (loss_T * weights_T).sum()", "return (loss_T * weights_T).mean()"),
         ("loss_T = loss_T + self.kl_coef * kl_T", "loss_T = loss_T - self.kl_coef * kl_T"),
         ("loss_T = loss_T - self.entropy_coef *", "loss_T = loss_T + self.entropy_coef *"),
-        ("return policy.loss_T * weights.weight_T, report", "return policy.loss_T, report"),
     ),
     *_of(
         "algorithms/policy.py",
@@ -32,7 +31,6 @@ LOSSES = (
             "torch.where(advantages_T < 0, torch.maximum(objective_T, bound_T), objective_T)",
             "torch.maximum(objective_T, bound_T)",
         ),
-        ("weight_T = ratio_T.detach().clamp(", "weight_T = ratio_T.clamp("),
     ),
     *_of(
         "algorithms/aggregation.py",
@@ -65,7 +63,6 @@ KL = (
         ("torch.expm1(-clamped_log_ratio(d_T)) + clamped_log_ratio(d_T)", "torch.expm1(clamped_log_ratio(d_T)) - clamped_log_ratio(d_T)"),
         ("d_T.square() / 2", "d_T.square()"),
         ("-0.2), 0.2)\n", "-0.2), 2.0)\n"),
-        ("self.coef *= 1 + self._gain * error", "self.coef *= 1 - self._gain * error"),
     ),
     *_of(
         "algorithms/log_ratio.py",
@@ -87,7 +84,6 @@ ADVANTAGES = (
         ("deltas_NS[n] + gamma * lam * following_S", "deltas_NS[n] + lam * following_S"),
         ("torch.zeros_like(values_NS[:1])]", "values_NS[-1:]]"),
         ("from_trained_columns(advantages_NS + values_NS,", "from_trained_columns(advantages_NS,"),
-        ("_centered(r_G) / (r_G.std() + eps)", "_centered(r_G) / (r_G.std(correction=0) + eps)"),
     ),
     *_of(
         "algorithms/shaping.py",
@@ -119,7 +115,6 @@ ADVANTAGES = (
         ("kl_T=kl_T, kl_coef=kl.coef)", "kl_T=kl_T, kl_coef=recipe.kl_coef)"),
         ('values_T=fields["old_values"].double() if', 'values_T=fields["old_values"].double().roll(1) if'),
         ("order = range(count) if epoch == 0 else", "order = range(count) if epoch >= 0 else"),
-        ("noise_key((seed, ORDER, iteration), epoch)", "noise_key((seed, ORDER), epoch)"),
     ),
 )  # fmt: skip
 
@@ -135,7 +130,6 @@ BATCHES = (
         "engine/test_microbatch.py",
         ("count = -(-len(lengths) // size)", "count = len(lengths) // size + 1"),
         ("(len(runs[-1]) + 1) * lengths[i] <= tokens", "len(runs[-1]) * lengths[i] <= tokens"),
-        ("count = -(-count // multiple_of) * multiple_of", "count = count // multiple_of * multiple_of"),
     ),
     *_of(
         "engine/packing.py",
@@ -173,7 +167,6 @@ SCALING_AND_OPTIMIZER = (
         ("limit / (norm + 1e-6)", "0.99 * limit / (norm + 1e-6)"),
         ("if limit and norm > limit:", "if not limit and norm > limit:"),
         (".double().square().sum()\n", ".double().sum()\n"),
-        ("lr=update.lr, betas", "lr=0.9 * update.lr, betas"),
     ),
     *_of(
         "engine/schedule.py",
@@ -181,7 +174,6 @@ SCALING_AND_OPTIMIZER = (
         ("return peak * (step + 1) / warmup", "return peak * step / warmup"),
         ("min(max(step - start, 0) / decay, 1.0)", "max(step - start, 0) / decay"),
         ("low + (peak - low) * 0.5 * (1.0 + math", "(peak - low) * 0.5 * (1.0 + math"),
-        ("start = max(warmup, total_steps - ", "start = max(0, total_steps - 1 - "),
     ),
     *_of(
         "engine/guards.py",
@@ -189,7 +181,6 @@ SCALING_AND_OPTIMIZER = (
         ("splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)", "splitmix.mix_in_place(words.long().clone())"),
         ("splitmix.mix_in_place(places * splitmix.to_int64(splitmix.GAMMA) + words)", "places * (words + 7 * places)"),
         ("differ = (low != high).tolist()", "differ = (low > high).tolist()"),
-        ("if any(f.should_change and not f.changed for f in found)", "if all(f.should_change and not f.changed for f in found)"),
     ),
 )  # fmt: skip
 

@@ -11,7 +11,6 @@ OF_SERVE = (
         ("return -_clip(_ratio(lp, fields), options).detach() * lp", "return -_clip(_ratio(lp, fields), options) * lp"),
         ("-torch.minimum(ratio * advantages, _clip(ratio, options)", "-torch.maximum(ratio * advantages, _clip(ratio, options)"),
         ('(options["beta"] / 2)', '(options["beta"])'),
-        ('penalty.masked_fill(fields["logprobs"] == 0, 0.0)', "penalty"),
     ),
     *_of(
         "serve/request_queue.py",
@@ -19,7 +18,6 @@ OF_SERVE = (
         ("            if number < made.next:", "            if number < 0:"),
         ("return self.next in self.waiting", "return bool(self.waiting)"),
         ("self._turns.append(queue)\n                    taken", "self._turns.appendleft(queue)\n                    taken"),
-        ("made.waiting = [*waiting, *made.waiting]", "made.waiting = [*waiting]"),
     ),
     *_of(
         "serve/datums.py",
@@ -27,7 +25,6 @@ OF_SERVE = (
         ("labels=torch.cat(labels), loss_mask", "labels=joined, loss_mask"),
         ("width = 4 * (trailing[0] if trailing else 1)", "width = 4"),
         ("return {**known, **call.given}", "return {**call.given, **known}"),
-        ("math.prod(shape) > room", "False"),
     ),
     *_of(
         "serve/padded.py",
@@ -42,7 +39,6 @@ OF_SERVE = (
         ("if one.kind in FAULTS]", "]"),
         ('            raise ServerFault("optim_step"', '            ServerFault("optim_step"'),
         ("            self._drop(ops.DropGradients(operation.model))\n", "            pass\n"),
-        ("            self.running.pop(operation.snapshot, None)\n            raise ServerFault(", "            raise ServerFault("),
     ),
     *_of(
         "serve/training.py",
@@ -50,7 +46,6 @@ OF_SERVE = (
         ("if value < least or value > most or (name.startswith", "if value < least or (name.startswith"),
         ("dataclasses.replace(saved.kind, seed=model.kind.seed) != model.kind", "saved.kind != model.kind"),
         ("if path in self.ledger.saved and not overwrite:", "if path in self.ledger.saved:"),
-        ("model.here or self.request_queue.has(model.id)]", "model.here]"),
     ),
     *_of(
         "serve/sampling.py",
@@ -58,7 +53,6 @@ OF_SERVE = (
         ("room = self.served.limits.length - len(tokens)", "room = self.served.limits.length"),
         ("return stops, list(self.end_tokens)", "return stops, []"),
         ("messages.STOP if one.finished else messages.LENGTH", "messages.LENGTH if one.finished else messages.STOP"),
-        ("return SamplingQueue(record.path, record.saved, record.snapshot)", "return SamplingQueue(record.path, None, record.snapshot)"),
     ),
     *_of(
         "serve/openai.py",
@@ -73,6 +67,5 @@ OF_SERVE = (
         ('file.write("\\n")\n        except', "pass\n        except"),
         ("if not _RUN.fullmatch(run) or part not in PARTS:", "if part not in PARTS:"),
         ("if saved.expires is not None and saved.expires <= now:", "if saved.expires is not None:"),
-        ("            file.truncate(end)\n", ""),
     ),
 )  # fmt: skip

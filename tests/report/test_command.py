@@ -78,15 +78,6 @@ def test_runs_side_by_side_have_one_scale():
     assert "are the same" not in (text := mrl("a", "b", "--no-page")) and "versions are not compared: fewer" in text
 
 
-def test_lines_fit_a_terminal():
-    run = made_runs.make_run(pathlib.Path("x" * 60), [(1, made_runs.rl_row(1) | {"train/loss": -1.2345678e-12})])
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write(
-            json.dumps({"step": 1_234_567, "reward/" + "long" * 20 + "/mean": 123456789.0, "train/loss": 1e300}) + "\n"
-        )
-    assert max(map(len, mrl(str(run), "--no-page", "--all").splitlines()[2:])) <= 100
-
-
 def test_names_cannot_speak_to_the_terminal():
     """Colours, marks of direction, half characters and ends of lines are escaped, as is anything that no terminal has."""
     names = {"a\nb": 1.0, "\u202eb": 2.0, "\x1b[31mc": 3.0, "\ud800": 4.0, "": 5.0}
@@ -99,11 +90,6 @@ def test_names_cannot_speak_to_the_terminal():
     assert {"a\\nb", "\\u202eb", "\\x1b[31mc", "\\ud800"} <= set(
         text.splitlines()
     ) and "data.train: \\u202e | -" in text
-
-
-def test_a_run_of_steps_alone_has_an_empty_table():
-    run = made_runs.make_run(pathlib.Path("a"), [(1, {}), (2, {})])
-    assert mrl(str(run), "--no-page").splitlines()[0] == "a: step 2 of 20, not running"
 
 
 def test_differences_as_json_are_json():

@@ -9,16 +9,11 @@ import pytest
 
 from mrl.metric_names import METRICS
 from mrl.report.charts import CHARTS, MAIN, NOT_DRAWN, OTHER, charts_of, goal_of, is_main
-from mrl.report.curves import BUCKETS, MAX_POINTS, bucket_means, choose, smooth_values
+from mrl.report.curves import BUCKETS, bucket_means, choose, smooth_values
 from mrl.report.metrics_file import Curve, Table
 from mrl.report.page import stack_curves
 
 NOISE = numpy.random.default_rng(0).normal(size=100_003)
-
-
-def test_short_curves_are_drawn_whole():
-    assert choose(NOISE[:MAX_POINTS]).chosen.tolist() == list(range(MAX_POINTS))
-    assert not choose(NOISE[:MAX_POINTS]).is_part
 
 
 def test_long_curves_keep_their_extremes_and_ends():
@@ -83,10 +78,6 @@ def test_metrics_that_nobody_knows_are_drawn_alone():
         ("other_script", ("</script>",)), ("other_a_b", ("a.b",)), ("other_a_b_", ("a/b",)),
         ("other_step_time", ("step_time",)),
     ]  # fmt: skip
-
-
-def test_charts_are_left_out_where_no_run_has_their_metrics():
-    assert [chart.key for chart in charts_of(["eval/loss", "train/lr", "critic/lr"])] == ["eval_loss", "lr"]
 
 
 def test_metrics_of_evaluations_are_sparse():

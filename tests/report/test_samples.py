@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mrl.report import samples
-from mrl.report.samples import SampleReader, first_groups, pick_evenly, sample_files
+from mrl.report.samples import SampleReader, first_groups, sample_files
 from mrl.report.token_text import TokenTexts
 from mrl.rollout.samples import write_samples
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
@@ -79,12 +79,6 @@ def test_without_a_tokenizer_tokens_are_ids(run, tmp_path):
     assert "tokenizer.json cannot be read" in " ".join(SampleReader(run).read(100).notes)
 
 
-def test_the_tokenizer_may_be_of_the_model_that_the_run_began_with(tmp_path):
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    run = made_runs.make_rl(tmp_path / "run", model=str(tmp_path / "model"))
-    assert SampleReader(run).read(100).files[0]["samples"][0]["texts"]
-
-
 def test_no_more_samples_than_asked_for(run):
     for most in (1, 2, 5, 8, 13, 30, 1000):
         found = SampleReader(run).read(most)
@@ -96,11 +90,6 @@ def test_no_more_samples_than_asked_for(run):
         ("eval", 0): [(i, 0) for i in range(5)],
     }, "whole groups"
     assert SampleReader(run).read(0).files == [] and "left out the 4 files" in SampleReader(run).read(0).notes[0]
-
-
-def test_files_are_all_along_the_run():
-    assert pick_evenly(list(range(5)), 12) == [0, 1, 2, 3, 4]
-    assert pick_evenly(list(range(100)), 3) == [0, 50, 99] and pick_evenly([1, 2, 3], 1) == [3]
 
 
 def test_groups_are_whole_where_they_fit():
