@@ -44,10 +44,7 @@ def is_deeper_than(value: Any, levels: int) -> bool:
 
 def shorten_value(value: Any, most: int = 60) -> str:
     """Returns a value for a message: its first characters if it is a long one."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists
-        text = f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
