@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from mrl.weights.reader import WeightReader
 from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, read_header_text
 from mrl.weights.table import Family
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
