@@ -1,7 +1,6 @@
-"""Prints pages and tables that are made from the code: `python tools/pages.py config|coming_from|ranges`.
+"""Prints pages and tables that are made from the code: `python tools/pages.py config|coming_from`.
 
-`make docs` writes docs/config.md and docs/coming-from.md with it; the table of ranges is in
-docs/supported-models.md. Tests compare all three.
+`make docs` writes docs/config.md and docs/coming-from.md with it. Tests compare both.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from mrl.config.foreign_rows import Row
 from mrl.config.keys import accepted_values, join_key
 from mrl.config.rates import RATES
 from mrl.config.translate import trainers
-from mrl.weights import ranges as ranges_of
 
 CONFIG_HEADER = """\
 # Config keys
@@ -171,17 +169,5 @@ def _values_in_words(row: Row) -> str:
     return ", ".join(told).replace("True", "true").replace("False", "false")
 
 
-def ranges() -> str:
-    """Returns the tables as docs/supported-models.md shows them."""
-    lines = ["| field of config.json | what it may hold |", "|---|---|"]
-    grouped: dict[str, list[str]] = {}
-    of_rope = {f"rope_parameters.{name}": allowed for name, allowed in ranges_of.ROPE.items()}
-    for name, allowed in {**ranges_of.FIELDS, **of_rope}.items():
-        grouped.setdefault(allowed.words, []).append(f"`{name}`")
-    lines += [f"| {', '.join(names)} | {words} |" for words, names in grouped.items()]
-    lines += [f"| {', '.join(f'`{name}`' for name in of.fields)} | {of.words} |" for of in ranges_of.RELATIONS]
-    return "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
-    print({"config": config, "coming_from": coming_from, "ranges": ranges}[sys.argv[1]](), end="")
+    print({"config": config, "coming_from": coming_from}[sys.argv[1]](), end="")

@@ -64,26 +64,23 @@ class TensorErrors:
 
 def tensor_errors(
     stream: Iterable[tuple[str, Tensor]],
-    expected: Mapping[str, Tensor] | Callable[[str], Tensor | None],
-    names: Iterable[str],
+    expected: Mapping[str, Tensor],
     *,
     bound: float,
     error: Callable[[str, Tensor, Tensor], float] | None = None,
 ) -> TensorErrors:
-    """Compares tensors as they come. names: of all that should come.
+    """Compares tensors as they come. expected: all that should come.
 
     error: returns that of a tensor by its name, the actual and the expected one. The default is `relative_l2`, and only
     with it are factors looked for.
     """
-    waiting, found, unexpected = set(names), [], []
-    get = expected if callable(expected) else expected.get
+    waiting, found, unexpected = set(expected), [], []
     for name, tensor in stream:
         if name not in waiting:
             unexpected.append(name)
             continue
         waiting.remove(name)
-        tensor, right = tensor.cpu(), get(name)
-        assert right is not None, name
+        tensor, right = tensor.cpu(), expected[name]
         if right.shape != tensor.shape:
             unexpected.append(f"{name} of shape {list(tensor.shape)}, not {list(right.shape)}")
             continue

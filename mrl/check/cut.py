@@ -19,7 +19,6 @@ _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 _RECURRENT = ("linear_key_head_dim", "linear_value_head_dim")
 _MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_FACTORS = ("short_factor", "long_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +129,6 @@ def _cut_width(made: dict[str, Any], width: int) -> None:
         made.update({name: value for name, value in heads.items() if made.get(name)})
         return
     made["head_dim"] = max(_SMALLEST_HEAD, _multiple(head * part, 4))
-    for section in ("rope_scaling", "rope_parameters"):
-        for name in _FACTORS:
-            values = (made.get(section) or {}).get(name)
-            if isinstance(values, list):
-                made[section][name] = values[: math.ceil(len(values) * made["head_dim"] / head)]
 
 
 def _cut_experts(made: dict[str, Any], experts: int) -> None:

@@ -9,13 +9,11 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -31,8 +29,9 @@ from mrl.weights.hf_config import normalize, reads_images
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import is_imported
 from mrl.weights.random_weights import RandomWeights
+from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names, value_head_config
-from mrl.weights.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, index_text, tensor_infos
+from mrl.weights.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, tensor_infos
 
 NOISE = 0.1
 """Deviation of norms and biases of a cut model from 1 and 0, so that a forgotten one shows."""
@@ -91,45 +90,39 @@ def make_folder(
         why = "is quantised, and transformers computes such a model in another way"
         raise ModelError("model.path", quoted(source), why, "give --cut layers=4, whose weights are random")
     if is_imported(source):
-        _write_imported(source, out, config, head)
+        with contextlib.closing(open_imported(source, family_for(config), config)) as reader:
+            _copy_weights(reader, out, config, head, seed)
+    elif head == "value":
+        with SafetensorsReader(source) as reader:
+            _copy_weights(reader, out, config, head, seed)
     else:
-        _link_weights(source, out, config, head, seed)
+        _link_weights(source, out)
     return CheckedModel(out, count, "pretrained", f"{size}, its own weights")
 
 
-def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, seed: int) -> None:
-    """Links the weights of a Hugging Face folder.
+def _link_weights(source: str, out: str) -> None:
+    """Links the weights of a Hugging Face folder."""
+    with SafetensorsReader(source) as reader:
+        files = {info.file for info in reader.tensors.values()}
+    for name in (*files, INDEX):
+        if Path(source, name).exists():
+            Path(out, name).symlink_to(Path(source, name).resolve())
+
+
+def _copy_weights(reader: WeightReader, out: str, config: Mapping[str, Any], head: Head, seed: int) -> None:
+    """Writes weights as transformers reads them.
 
     A missing value head gets random weights. A run starts it from zeros, and then nothing below it would have a
     gradient.
     """
-    with SafetensorsReader(source) as reader:
-        tensors = dict(reader.tensors)
-    adds_score = head == "value" and SCORE not in tensors
-    for file in {info.file for info in tensors.values()}:
-        Path(out, f"linked-{file}" if adds_score else file).symlink_to(Path(source, file).resolve())
-    if not adds_score:
-        if Path(source, INDEX).exists():
-            shutil.copyfile(Path(source, INDEX), Path(out, INDEX))
-        return
-    text = config.get("text_config") or config
-    score = _random({SCORE: (1, text["hidden_size"])}, config, seed)(SCORE)
-    save_file({SCORE: score}, Path(out, "score.safetensors"))
-    files = {name: f"linked-{info.file}" for name, info in tensors.items()}
-    infos = {**tensors, SCORE: TensorInfo("F32", (1, text["hidden_size"]))}
-    Path(out, INDEX).write_text(index_text({**files, SCORE: "score.safetensors"}, infos), encoding="utf-8")
-
-
-def _write_imported(source: str, out: str, config: dict[str, Any], head: Head) -> None:
-    """Writes the weights of a folder of `mrl convert import` as transformers reads them."""
-    family = family_for(config)
-    with contextlib.closing(open_imported(source, family, config)) as reader:
-        expected = expected_hf_names(family, config, head=head)
-        random = _random(expected, config, seed=0)
-        infos = {name: reader.tensors.get(name) or TensorInfo("F32", shape) for name, shape in expected.items()}
-        with HFWriter(out, infos) as writer:
-            for name in infos:
-                writer.add(name, reader(name)[()] if name in reader.tensors else random(name))
+    infos = dict(reader.tensors)
+    if head == "value":
+        text = config.get("text_config") or config
+        infos.setdefault(SCORE, TensorInfo("F32", (1, text["hidden_size"])))
+    random = _random({name: info.shape for name, info in infos.items()}, config, seed)
+    with HFWriter(out, infos) as writer:
+        for name in infos:
+            writer.add(name, reader(name)[()] if name in reader.tensors else random(name))
 
 
 def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, noise: float) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -115,26 +114,15 @@ def _together(
     """Returns the largest combination of the axes, and dp, that fits; of equally many the first."""
     for count in range(len(alone), 0, -1):
         for chosen in itertools.combinations(alone, count):
-            for dp in (2, None):
-                degrees = {name: degree for degrees in chosen for name, degree in degrees.items()}
-                layout = _try(degrees, dp, own)
-                if layout is not None and layout.processes <= most and fits(layout):
+            degrees = {name: degree for degrees in chosen for name, degree in degrees.items()}
+            smallest = _layout(degrees, own.sp)
+            replicated = smallest if smallest.dims.dp > 1 else _layout({**degrees, "dp": 2}, own.sp)
+            for layout in (replicated, smallest):
+                if layout.processes <= most and fits(layout):
                     return layout
     return ONE
 
 
-def _try(degrees: dict[str, int], dp: int | None, own: ParallelConfig) -> Layout | None:
-    """Returns the layout with dp-fold the fewest processes; None where there is none."""
-    try:
-        smallest = _layout(degrees, own.sp)
-        if dp is None or smallest.dims.dp > 1:
-            return smallest
-        return _layout({**degrees, "dp": dp}, own.sp)
-    except UserError:
-        return None
-
-
 def _divisors(degree: int) -> list[int]:
-    """Returns the prime divisors of a degree, then itself."""
-    primes = [n for n in range(2, degree + 1) if degree % n == 0 and all(n % m for m in range(2, math.isqrt(n) + 1))]
-    return list(dict.fromkeys([*primes, *([degree] if degree > 1 else [])]))
+    """Returns the divisors of a degree above 1, the smallest first."""
+    return [n for n in range(2, degree + 1) if degree % n == 0]

@@ -6,14 +6,11 @@ The engine's own methods give whole values on the main process: nothing here kno
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.batch import Batch
@@ -26,17 +23,30 @@ from mrl.engine.registry import build_engine
 from mrl.weights.pt_file import load_pt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-KINDS = ("start", "gradients", "weights")
-NUMBERS = "numbers.pt"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """Holds the numbers of one way of computing the step. Tensors are apart."""
+    """Holds the numbers of one way of computing the step. Others are compared with them."""
 
     loss: float
     grad_norm: float
     log_probs: Tensor  # [T], 0 where the mask is 0; values of a value head
+    start: Mapping[str, Tensor]  # weights before the step, by name
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # what the step made of those that train
+
+    def save(self, folder: str | Path) -> None:
+        """Writes them into a folder, tensors in fp32."""
+        numbers: dict[str, Any] = {"loss": self.loss, "grad_norm": self.grad_norm, "log_probs": self.log_probs}
+        for kind in ("start", "gradients", "weights"):
+            tensors = getattr(self, kind)
+            numbers[kind] = {name: t.detach().cpu().float().contiguous() for name, t in tensors.items()}
+        torch.save(numbers, numbers_file(folder))
+
+
+def numbers_file(folder: str | Path) -> Path:
+    return Path(folder, "numbers.pt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,57 +93,21 @@ class LayoutWork:
     writes: bool = False  # whether this layout is what others are compared with
 
 
-class Store:
-    """Is a folder with the numbers of one way of computing the step. Others are compared with them."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-
-    def write(self, numbers: StepNumbers, **tensors: Mapping[str, Tensor]) -> None:
-        """Writes the numbers. tensors: of each of `KINDS`, by name."""
-        for kind in KINDS:
-            whole = {name: t.detach().cpu().float().contiguous() for name, t in tensors[kind].items()}
-            save_file(whole, self.folder / f"{kind}.safetensors")
-        torch.save(dataclasses.asdict(numbers), self.folder / NUMBERS)
-
-    @property
-    def is_written(self) -> bool:
-        return (self.folder / NUMBERS).exists()
-
-    @functools.cached_property
-    def numbers(self) -> StepNumbers:
-        return StepNumbers(**load_pt(self.folder / NUMBERS))
-
-    @functools.cache  # noqa: B019 - one for each layout
-    def _file(self, kind: str) -> Any:
-        return safe_open(self.folder / f"{kind}.safetensors", "pt")
-
-    def names(self, kind: str) -> list[str]:
-        return list(self._file(kind).keys())
-
-    def tensor(self, kind: str, name: str) -> Tensor:
-        return self._file(kind).get_tensor(name)
-
-    def reader(self, kind: str) -> Callable[[str], Tensor]:
-        return functools.partial(self.tensor, kind)
-
-
 def measure(work: LayoutWork) -> LayoutComparison | None:
     """Makes one optimizer step. Returns its numbers against the reference, on the main process."""
-    engine, store = make_engine(work.config, work.loss_fn, work.denominator), Store(work.reference)
-    expected, head = store.numbers, work.config.head
+    engine = make_engine(work.config, work.loss_fn, work.denominator)
+    expected = StepNumbers(**load_pt(numbers_file(work.reference), mmap=True))
+    head = work.config.head
     bounds = work.bounds.given(expected.log_probs) if head == "lm" else work.bounds
-    start = tensor_errors(engine.hf_weights(), store.reader("start"), store.names("start"), bound=0.0)
-    before = store.reader("start")
+    start = tensor_errors(engine.hf_weights(), expected.start, bound=0.0)
+    before = expected.start
     if work.adapter is not None:
         engine.load_adapter(work.adapter)
-        before = read_adapter(work.adapter)[1].get
+        before = read_adapter(work.adapter)[1]
     loss, log_probs = forward_backward(engine, work.batch, work.ctx)
-    gradients = tensor_errors(
-        engine.hf_gradients(), store.reader("gradients"), store.names("gradients"), bound=bounds.gradients
-    )
+    gradients = tensor_errors(engine.hf_gradients(), expected.gradients, bound=bounds.gradients)
     grad_norm = float(engine.optimizer_step())
-    weights, weights_share = _weight_errors(engine, work, store, before, bounds)
+    weights, weights_share = _weight_errors(engine, work, expected, before, bounds)
     if not engine.is_main:
         return None
     gap = (log_probs - expected.log_probs).abs().nan_to_num(nan=torch.inf)
@@ -160,8 +134,7 @@ def write(work: LayoutWork) -> None:
     weights = {name: tensor.cpu() for name, tensor in trained_weights(engine)}
     if not engine.is_main:
         return
-    numbers = StepNumbers(loss, grad_norm, log_probs)
-    Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
+    StepNumbers(loss, grad_norm, log_probs, start, gradients, weights).save(work.reference)
 
 
 def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens") -> BaseEngine:
@@ -188,28 +161,21 @@ def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_errors(
-    engine: BaseEngine, work: LayoutWork, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
+    engine: BaseEngine, work: LayoutWork, expected: StepNumbers, before: Mapping[str, Tensor], bounds: Bounds
 ) -> tuple[TensorErrors, float]:  # fmt: skip
     """Compares the weights after the step. Also returns the share of elements with a gradient that could be
     compared."""
-    has_gradient = set(store.names("gradients"))
     dtype = torch.float32 if work.adapter is not None else DTYPES[work.config.model.dtype]
-    grad_norm = store.numbers.grad_norm
+    known = {"grad_norm": expected.grad_norm, "rounding": bounds.gradients}
     elements = compared = 0
 
-    def error(name: str, actual: Tensor, expected: Tensor) -> float:
-        was = before(name)
-        assert was is not None, name
+    def error(name: str, actual: Tensor, right: Tensor) -> float:
         nonlocal elements, compared
-        gradient = store.tensor("gradients", name) if name in has_gradient else None
+        gradient = expected.gradients.get(name)
         if gradient is not None:
-            sure, has = is_sure(gradient, grad_norm=grad_norm, rounding=bounds.gradients), gradient != 0
+            sure, has = is_sure(gradient, **known), gradient != 0
             elements, compared = elements + int(has.sum()), compared + int((sure & has).sum())
-        return update_error(
-            was, actual, expected, gradient, grad_norm=grad_norm, rounding=bounds.gradients, dtype=dtype
-        )
+        return update_error(before[name], actual, right, gradient, dtype=dtype, **known)
 
-    errors = tensor_errors(
-        trained_weights(engine), store.reader("weights"), store.names("weights"), bound=bounds.weights, error=error
-    )
+    errors = tensor_errors(trained_weights(engine), expected.weights, bound=bounds.weights, error=error)
     return errors, compared / max(elements, 1)

@@ -22,7 +22,7 @@ from mrl.check.command import CommandCheck, checked_of
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import LayoutComparison, LayoutWork, StepNumbers, Store
+from mrl.check.measure import LayoutComparison, LayoutWork, StepNumbers, numbers_file
 from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
@@ -34,7 +34,7 @@ from mrl.config.schema import MicroBatchConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.lora.folder import shapes_in_file, write_adapter
 from mrl.engine.registry import checks_of
-from mrl.errors import ConfigError, DataError, ModelError, UserError
+from mrl.errors import ConfigError, ModelError, UserError
 from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
 from mrl.weights.hub import model_folder
@@ -312,12 +312,6 @@ class Session:
         self.rows = self.checked.rows(
             self.config, subject, model, sequences=sequences, length=length, device=on.device
         )  # fmt: skip
-        group = self.rows.batch.group
-        count, what = self.rows.batch.num_sequences // group, "sequences" if group == 1 else "pairs"
-        for layout in layouts:
-            if layout.dims.dp > count:
-                why = f"gives {count} {what}, and {layout} has {layout.dims.dp} replicas"
-                raise DataError("data.train", why=why, fix="give more rows, or other --layouts")
         self.header("data", self.rows.words)
         self.report.batch = self.rows.problems()
         return self.rows
@@ -356,8 +350,7 @@ class Session:
             made = reference.run(
                 loaded, rows.examples, subject.loss, optimizer=optimizer, rates=[optimizer.lr], fields=rows.fields
             )  # fmt: skip
-            numbers = StepNumbers(made.loss, made.grad_norm, made.log_probs)
-            Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
+            StepNumbers(made.loss, made.grad_norm, made.log_probs, start, made.gradients, made.weights).save(store)
         return narrow
 
     def _dtype(self, model: CheckedModel) -> Literal["float32", "bfloat16"]:
@@ -385,7 +378,7 @@ class Session:
 
     def _has_reference(self, item: Item) -> bool:
         """Returns whether a layout can be compared with something. If the first one failed, it cannot."""
-        if item.work.writes or Store(item.work.reference).is_written:
+        if item.work.writes or numbers_file(item.work.reference).exists():
             return True
         self.note(dataclasses.replace(item.row, failed="is not compared, as the first of the layouts failed"))
         return False
@@ -410,7 +403,7 @@ class Session:
                 found: LayoutComparison = torch.load(file, weights_only=False)  # made by this command
                 differ = problems(found, head=item.subject.config.head, lengths=lengths)
                 row = dataclasses.replace(row, measured=found, problems=differ)
-            elif not (item.work.writes and Store(item.work.reference).is_written):
+            elif not (item.work.writes and numbers_file(item.work.reference).exists()):
                 row = dataclasses.replace(row, failed=failed or "it left no numbers")
             if position == len(group) - 1:  # a rank may end badly after the main one has left its numbers
                 row = dataclasses.replace(row, failed=row.failed or failed)

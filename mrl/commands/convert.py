@@ -49,10 +49,9 @@ def import_(source: str, out: str, check: bool, no_logits: bool) -> None:
     _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.importing import import_hf
-        from mrl.convert.progress import ProgressBar
+        from mrl.convert.progress import ProgressLines
 
-        with ProgressBar("imported") as bar:
-            done = import_hf(source, out, progress=bar)
+        done = import_hf(source, out, progress=ProgressLines("imported"))
     for note in done.notes:
         echo(note)
     echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
@@ -71,13 +70,13 @@ def export(
         raise UserError("--max-shard-size", why=why, fix="leave it out")
     with _conversion(out):
         from mrl.convert.exporting import export_adapter, export_hf
-        from mrl.convert.progress import ProgressBar
+        from mrl.convert.progress import ProgressLines
 
-        with ProgressBar("exported") as bar:
-            if adapter:
-                done = export_adapter(ckpt, out, model=model, role=role)
-            else:
-                done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+        if adapter:
+            done = export_adapter(ckpt, out, model=model, role=role)
+        else:
+            progress = ProgressLines("exported")
+            done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=progress)
     files = pluralize(done.files, "file")
     loads = "peft" if adapter else "transformers"
     echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
@@ -106,16 +105,15 @@ def _compare(
 
     with quiet():
         from mrl.convert.opening import open_any
-        from mrl.convert.progress import ProgressBar
+        from mrl.convert.progress import ProgressLines
         from mrl.convert.verifying import compare
 
         model_b = None if own_base else model
         with (
             open_any(a, model=model, role=role) as of_a,
             open_any(b, model=model_b, role=role) as of_b,
-            ProgressBar("compared") as bar,
         ):
-            return compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+            return compare(of_a, of_b, prompts=prompts, logits=logits, progress=ProgressLines("compared"))
 
 
 def _show(found: Comparison, *, as_json: bool = False) -> None:
@@ -199,8 +197,8 @@ EXPORT = Command(
         _ROLE,
         Option(
             names="--max-shard-size", metavar="SIZE",
-            help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the "
-            "Hugging Face folder that the model comes from.",
+            help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: 5GB, and for an import "
+            "the files that it was made from.",
         ),
         Option(
             names="--adapter", kind="flag",

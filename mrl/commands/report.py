@@ -11,7 +11,6 @@ from mrl.errors import UserError
 
 if TYPE_CHECKING:
     from mrl.report.make import Report
-    from mrl.report.runs import RunReader
 
 SAMPLES, EVERY_S = 500, 10
 
@@ -44,7 +43,7 @@ def run(
         folder = pathlib.Path(out)
     report = Report(found, ReportOptions(None if no_page else folder, InitialView(axis, smooth), samples, every_metric))
     if watching:
-        _watch(report, found, EVERY_S if every_s is None else every_s)
+        _watch(report, EVERY_S if every_s is None else every_s)
         return
     read = report.runs()
     if not no_page and all(run.table.axis(axis) is None for run in read):
@@ -56,14 +55,14 @@ def run(
         from mrl.report.differences import differences_of
         from mrl.report.summary import as_json as plain
 
-        echo(json.dumps(plain(read, differences_of(read), None if written is None else str(written))))
+        echo(json.dumps(plain(read, differences_of(read), None if written is None else str(written)), default=str))
         return
     echo(report.text(read))
     if written is not None:
         echo(f"\npage: {written}  (pictures: {written.parent / 'charts'}/)")
 
 
-def _watch(report: Report, found: list[RunReader], every_s: int) -> None:
+def _watch(report: Report, every_s: int) -> None:
     """Follows runs until they are finished, or until Ctrl-C, which is how one ends it."""
     from mrl.report.make import CLEAR, watch
 
@@ -75,7 +74,7 @@ def _watch(report: Report, found: list[RunReader], every_s: int) -> None:
         echo(f"\n{place}looking every {every_s} s, Ctrl-C ends it", end="\n" if sys.stdout.isatty() else "\n\n")
 
     try:
-        watch(report, found, every_s, show)
+        watch(report, every_s, show)
     except KeyboardInterrupt:
         echo("")
     else:

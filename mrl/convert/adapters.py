@@ -211,16 +211,13 @@ def merge_adapter_folder(
     _, adapter = read_adapter(folder)
     shapes, head = shapes_of_folder(str(folder), base)
     expected = adapter_shapes(shapes, head, hf_config["hidden_size"])
-    whole = sorted(name for name in adapter if name not in expected and ".lora_" not in name)
-    if whole:
-        raise ModelError(folder, why=f"holds {whole[0]} whole, beside adapters ({len(whole)} such tensors)", fix=MERGE)
     difference = first_difference(adapter, expected)
     if difference is not None:
         name, there, here, count = difference
         raise ModelError(
             folder,
             why=f"{name} is {there}, and its {CONFIG} over {base} makes it {here} ({count} tensors differ)",
-            fix="give the base with --model",
+            fix=f"give the base with --model, or {MERGE}",
         )
     adapter = {name: tensor.float() for name, tensor in adapter.items()}
     return MergedReader(base, family, hf_config, head=head, dtype=dtype, shapes=shapes, adapter=adapter)

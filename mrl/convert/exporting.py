@@ -16,7 +16,7 @@ from typing import Any
 import mrl
 from mrl.convert.adapters import MergedReader
 from mrl.convert.opening import open_adapter
-from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
+from mrl.convert.sources import HFFiles, Source, open_checkpoint
 from mrl.convert.workspace import Progress, Workspace, check_free, silent, write_tensors
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
 from mrl.errors import CheckpointError
@@ -80,11 +80,8 @@ def export_hf(
         shards = {file: dict(tensors) for file, tensors in files.files.items()}
         needed = {file: sum(tensor_bytes(info) for info in tensors.values()) for file, tensors in shards.items()}
         total = sum(needed.values())
+        source.check()
         advance = progress(total)
-
-        def check_and_advance(count: int) -> None:
-            source.check(wait=False)
-            advance(count)
 
         def read(name: str) -> Slice:
             return source.reader(source.copies.get(name, name))
@@ -93,19 +90,14 @@ def export_hf(
             makers = {
                 file: functools.partial(
                     write_tensors,
-                    lay_out(tensors, files.metadata[file], header=files.headers.get(file)),
+                    lay_out(tensors, files.metadata[file]),
                     tensors,
                     read,
-                    check_and_advance,
+                    advance,
                 )
                 for file, tensors in shards.items()
             }
-            try:
-                work.write_all(makers, check_and_advance)
-                source.check()
-            except CheckpointError:
-                work.remove()
-                raise
+            work.write_all(makers, advance)
             with work.finishing() as folder:
                 _finish(folder, source, files)
         tensors, notes = len(files.tensors), _notes(source)
@@ -128,7 +120,7 @@ def export_adapter(
     """Writes the adapters of the checkpoint or run at `path` as the folder `out`, for peft to load over the base.
 
     The folder appears when it is whole. model, role: as in `open_checkpoint`. Raises CheckpointError if there are none,
-    or the checkpoint is damaged, and ModelError if the disk is full. Nothing is left of `out` then.
+    or the checkpoint is damaged, and ModelError if the disk is full.
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
@@ -141,7 +133,7 @@ def export_adapter(
         tensors = reader.adapter
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         plan = {"command": "export --adapter", "mrl": mrl.__version__, "folder": str(source.folder.resolve())}
-        with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
+        with Workspace(out, plan, {WEIGHTS: size}) as work, work.finishing() as folder:
             write_adapter(folder, adapters.lora, str(source.companion_folder), tensors.items(), head=adapters.head)
             name_base(folder, adapters.path)
             _write_template(folder, source)
@@ -149,24 +141,17 @@ def export_adapter(
 
 
 def _files(source: Source, limit: int | None) -> HFFiles:
-    """Returns the files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
-    reader, known = source.reader, source.files
-    if known is None or limit is not None:
-        again = {name: reader.tensors[of] for name, of in source.copies.items()}
-        shards = split_into_shards(dict(reader.tensors) | again, limit or parse_size("5GB"))
-        known = HFFiles(
-            {file: list(tensors.items()) for file, tensors in shards.items()}, dict.fromkeys(shards, _METADATA), None
-        )
-    # without buffers that follow from config.json
-    kept = {
-        file: [(name, info) for name, info in tensors if name in reader.tensors or name in source.copies]
-        for file, tensors in known.files.items()
-    }
-    files = HFFiles({file: tensors for file, tensors in kept.items() if tensors}, known.metadata, None, known.headers)
-    index = known.index
-    if (index is None and len(files.files) > 1) or (index is not None and len(files.tensors) < len(known.tensors)):
-        index = index_text({name: file for file, tensors in files.files.items() for name, _ in tensors}, files.tensors)
-    return dataclasses.replace(files, index=index)
+    """Returns the files to write: those of the Hugging Face folder that was imported, else cut by size."""
+    known, tensors = source.files, dict(source.reader.tensors)
+    tensors |= {name: tensors[of] for name, of in source.copies.items()}
+    if known is not None and limit is None and known.tensors.keys() <= tensors.keys():
+        return known
+    shards = split_into_shards(tensors, limit or parse_size("5GB"))
+    index = None
+    if len(shards) > 1:
+        index = index_text({name: file for file, names in shards.items() for name in names}, tensors)
+    files = {file: list(of_file.items()) for file, of_file in shards.items()}
+    return HFFiles(files, dict.fromkeys(shards, _METADATA), index)
 
 
 def _account(source: Source, files: HFFiles) -> None:
@@ -180,15 +165,10 @@ def _account(source: Source, files: HFFiles) -> None:
 
 
 def _notes(source: Source) -> list[str]:
-    notes = list(source.notes)
-    if added := added_companions(source.companion_folder):
-        notes.append(
-            f"{shorten_list(added)}: copied as found in {source.companion_folder}, where the import did not write it"
-        )
     if not source.skipped_tensors:
-        return notes
+        return source.notes
     return [
-        *notes,
+        *source.notes,
         f"{count_key(source.hf_config)} is 0 in config.json: the layers of {source.companion_folder} that predict "
         f"further tokens ({shorten_list(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]

@@ -104,23 +104,20 @@ def import_hf(
         if carried:
             needed[_CARRIED_FILE] = sum(map(tensor_bytes, carried.values()))
         total = sum(needed.values())
-        objects = f"{FOLDER}/__0_{len(groups)}.distcp"
         advance = progress(total)
         plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
-        with Workspace(out, plan, needed | {objects: 0}) as work:
+        with Workspace(out, plan, needed) as work:
             makers = {file: functools.partial(_write, group, model, advance) for file, group in groups.items()}
             if carried:
                 write = functools.partial(write_tensors, lay_out(carried), carried, model.reader, advance)
                 makers[_CARRIED_FILE] = write
             shapes = stored_shapes(rules.values())
-            extra = extra_state_keys(shapes)
-            makers[objects] = functools.partial(_write_nothing, extra)
             done = work.write_all(makers, advance)
             if _fingerprint(model) != plan["source"]:
                 raise ModelError(source, why="changed while it was converted", fix="run the same command again")
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
-                _finish(folder, model, done, tensors, extra)
+                _finish(folder, model, done, tensors)
         return ImportResult(Path(out), len(model.reader.tensors), len(shapes), total, _notes(model))
 
 
@@ -168,22 +165,11 @@ def _blocks(part: _Part, model: Source, progress: Callable[[int], None]) -> Iter
         progress(block.numel() * part.dtype.itemsize)
 
 
-def _write_nothing(keys: list[str], path: Path) -> FileSummary:
-    # slow: it is done here, where another thread has the disk to wait for
-    import mrl.engine.torch_dist.metadata  # noqa: F401
-
-    file = ItemFile(path)
-    items = [file.add_empty(key) for key in keys]
-    file.close()
-    return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
-
-
 def _finish(
     folder: Path,
     model: Source,
     done: Mapping[str, FileSummary],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    extra: list[str],
 ) -> None:
     """Writes the small files, COMPLETE last."""
     from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
@@ -193,7 +179,11 @@ def _finish(
         for file, summary in done.items()
         if file != _CARRIED_FILE
     }
-    small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
+    extra, last = extra_state_keys({key: shape for key, (_, shape) in tensors.items()}), f"__0_{len(items)}.distcp"
+    objects = ItemFile(folder / FOLDER / last)
+    items[last] = [objects.add_empty(key) for key in extra]
+    objects.close()
+    small = [f"{FOLDER}/{name}" for name in (last, *write_metadata(folder / FOLDER, tensors, items, extra))]
     (folder / DESCRIPTION).write_bytes(saved_bytes(_description(model)))
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     # the weights here are not quantised
@@ -220,21 +210,17 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """Returns a fingerprint that tells this source from any other, and from itself after a change."""
-    folder = model.folder if model.as_published else model.folder.parent
-    files = {info.file for info in model.reader.tensors.values()}
-    if model.as_published:
-        files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
-    stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
-    config = hashlib.sha256((model.companion_folder / "config.json").read_bytes()).hexdigest()
+    config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
+    stats = {path.name: path.stat() for path in sorted(model.folder.glob("*.safetensors"))}
     return {
-        "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
+        "folder": str(model.folder.resolve()), "config": config,
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
     }  # fmt: skip
 
 
 def _notes(model: Source) -> list[str]:
     """Returns lines on parts of the folder that the checkpoint does not hold as they were."""
-    notes = list(model.notes)
+    notes = []
     if model.copies:
         notes.append(
             f"{shorten_list(list(model.copies))}: not stored, being "

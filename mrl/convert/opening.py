@@ -7,10 +7,7 @@ from pathlib import Path
 from mrl.convert.adapters import merge_adapter_folder
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
 from mrl.engine.atomic_checkpoint import names_checkpoint
-from mrl.errors import ModelError
-from mrl.weights.adapter_folder import MERGE, base_of, is_adapter
-from mrl.weights.families import family_of
-from mrl.weights.hf_config import read_hf_config
+from mrl.weights.adapter_folder import base_of, is_adapter
 from mrl.weights.mcore_weights import MARKER
 from mrl.weights.safetensors_io import main_dtype
 
@@ -19,7 +16,7 @@ def open_any(path: str | Path, *, model: str | None = None, role: str | None = N
     """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
     if names_checkpoint(path):
         return open_checkpoint(path, model=model, role=role)
-    place = local_folder(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
+    place = local_folder(path)
     if (place / "config.json").is_file() and not (place / MARKER).is_file():
         return open_hf(place)
     if is_adapter(place):
@@ -29,15 +26,7 @@ def open_any(path: str | Path, *, model: str | None = None, role: str | None = N
 
 def open_adapter(folder: Path, *, model: str | None = None) -> Source:
     """Opens an adapter folder, merged into its base, in the base's dtype. model: the base, if it lies elsewhere."""
-    base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
-    if is_adapter(base):
-        raise ModelError(
-            folder, why=f"is over {base}, which is an adapter itself", fix=f"give its model with --model, or {MERGE}"
-        )
-    kind = read_hf_config(base)["model_type"] if (base / "config.json").is_file() else None
-    if kind is not None and family_of(kind) is None:
-        why = f"is over a {kind!r} model, of which mrl has no table to merge by"
-        raise ModelError(folder, why=why, fix=f"set model.lora.export to merged in the run that made it, or {MERGE}")
+    base = local_folder(model or base_of(folder))
     with open_any(base) as plain:
         dtype = main_dtype(plain.reader.tensors)
         hf_config, family = plain.hf_config, plain.family

@@ -3,26 +3,19 @@ rest."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import functools
 import json
-import os
-import re
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mrl.config.backends import OWN_KEYS
 from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
 from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
-from mrl.convert.resolving import READING_ERRORS, check_not_removed, checkpoint_folder, removed
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
@@ -30,22 +23,20 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
-from mrl.weights.companions import check_companions, companion_files
+from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import family_for, family_of
 from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
-from mrl.weights.mtp import OWN_COUNT, mtp_layers, mtp_tensors, shared_tensors
+from mrl.weights.mtp import OWN_COUNT, mtp_layers, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader
-from mrl.weights.safetensors_io import DTYPES as KNOWN
-from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
+from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, read_header_text
 from mrl.weights.table import Family
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,32 +47,10 @@ class HFFiles:
     files: dict[str, list[tuple[str, TensorInfo]]]  # by file, in the order of their bytes
     metadata: dict[str, dict[str, str] | None]  # of each file's header, None where it has none
     index: str | None  # text of the index file
-    headers: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Texts of those headers that `lay_out` would write in another way, by file."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: info for tensors in self.files.values() for name, info in tensors}
-
-
-class Checksums:
-    """Reads the large files of a checkpoint in threads and compares their checksums, until `close`."""
-
-    def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
-        self.folder, self._stop = folder, threading.Event()
-        pool = concurrent.futures.ThreadPoolExecutor(atomic_checkpoint.THREADS)
-        check = functools.partial(atomic_checkpoint.check_file, str(folder), content=True, stop=self._stop)
-        large = [file for file in sorted(files) if files[file]["size"] > atomic_checkpoint.SMALL_BYTES]
-        self._found = [pool.submit(check, file, files[file]) for file in large]
-        pool.shutdown(wait=False)
-
-    def check(self, *, wait: bool) -> None:
-        for found in self._found:
-            if wait or found.done():
-                found.result()
-
-    def close(self) -> None:
-        self._stop.set()
 
 
 @dataclasses.dataclass
@@ -99,7 +68,7 @@ class Source:
     copies: dict[str, str]
     """Names of copies in that folder (a tied head), with the original's name; `reader` may lack them."""
     chat_template: str | None = None  # instead of the tokenizer's own
-    checksums: Checksums | None = None
+    checkpoint: Path | None = None  # that `folder` is, or is a part of
     as_published: bool = False  # a Hugging Face folder, which transformers can load by itself
     skipped_tensors: list[str] = dataclasses.field(default_factory=list)  # of MTP layers, which training left out
     notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
@@ -109,7 +78,7 @@ class Source:
     @property
     def place(self) -> Path:
         """The checkpoint, or the folder of another model."""
-        return self.folder if self.checksums is None else self.checksums.folder
+        return self.checkpoint or self.folder
 
     @property
     def mtp(self) -> int:
@@ -123,39 +92,28 @@ class Source:
         """Returns whether the files hold fewer bits than the bf16 that the reader gives."""
         return self.as_published and bool(self.hf_config.get("quantization_config"))
 
-    def check(self, *, wait: bool = True) -> None:
-        """Raises CheckpointError if a file of the checkpoint is not as it was written. wait: when all are read."""
-        if self.checksums is not None:
-            self.checksums.check(wait=wait)
+    def check(self) -> None:
+        """Raises CheckpointError if a file of the checkpoint is not as it was written."""
+        if self.checkpoint is not None:
+            atomic_checkpoint.verify(str(self.checkpoint))
 
     def close(self) -> None:
-        if self.checksums is not None:
-            self.checksums.close()
         self.reader.close()
 
     def __enter__(self) -> "Source":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-        if isinstance(error, READING_ERRORS) and not self.place.exists():
-            raise removed(self.place) from error
 
 
 def open_hf(path: str | Path) -> Source:
     """Opens the Hugging Face folder or hub id `path`, and accounts for every tensor of it."""
-    folder = local_folder(path, "a Hugging Face model folder or a hub id")
-    _check_is_model(folder)
+    folder = local_folder(path)
     hf_config = read_hf_config(folder)
     family = as_stored_in(folder, family_for(hf_config))
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
     stored = SafetensorsReader(folder)
-    layers = hf_config["num_hidden_layers"]
-    if layers > len(stored.tensors):
-        raise ModelError(
-            folder / "config.json",
-            why=f"num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all",
-        )
     files: HFFiles | None = hf_files(stored)
     reader = unstack_experts(stored, family)
     if reader.tensors is not stored.tensors:
@@ -180,49 +138,44 @@ def _copies(
     return {name: copies[name] for name in names if name in copies and copies[name] in reader.tensors}
 
 
-def local_folder(path: str | Path, wanted: str) -> Path:
+def local_folder(path: str | Path) -> Path:
     """Returns the folder `path`, or the cached folder of the hub id `path`, downloaded if need be."""
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    check_not_removed(folder)
-    if folder.exists():
-        raise ModelError(folder, why="is a file", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
-    if folder.suffix == ".gguf" or not _HUB_ID.fullmatch(str(path)):
-        raise ModelError(folder, why="no such folder", fix=GGUF if folder.suffix == ".gguf" else f"give {wanted}")
+    if Path(path).is_dir():
+        return Path(path)
+    if Path(path).suffix == ".gguf":
+        raise ModelError(path, why="is a GGUF file", fix=GGUF)
     from mrl.weights.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
 
 
-def _check_is_model(folder: Path) -> None:
-    """Refuses other kinds of folders of ours, and broken downloads of files besides the weights."""
-    if (folder / MARKER).is_file():
-        raise ModelError(
-            folder,
-            why="is a checkpoint already",
-            fix="name it in model.path to start from it, or see `mrl convert export`",
-        )
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(
-            folder,
-            why="is a run",
-            fix=f"its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint",
-        )
-    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
-        raise ModelError(folder, why="holds GGUF files and no config.json", fix=GGUF)
-    check_companions(folder)
+def checkpoint_folder(path: str | Path) -> Path:
+    """Returns the whole checkpoint at `path`: itself, the one that a file of `POINTERS` names, or the newest in it.
+
+    A run in progress soon has a newer one.
+    """
+    path = Path(path)
+    if atomic_checkpoint.names_checkpoint(path):
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    if (path / MARKER).is_file():
+        return path
+    root = str(path / "checkpoints") if (path / "checkpoints").is_dir() else str(path)
+    checkpoint = atomic_checkpoint.find_checkpoint(root)
+    if checkpoint is None:
+        why = "; ".join(["holds no whole checkpoint of mrl", *atomic_checkpoint.damage(root)])
+        fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+        raise CheckpointError(path, why=why, fix=fix)
+    return Path(checkpoint)
 
 
 def _check_beside(companions: Path) -> None:
-    """Refuses broken files besides the weights, and in a folder of `mrl convert import` files that have changed
-    since."""
-    check_companions(companions)
+    """Refuses files besides the weights that have changed since `mrl convert import` wrote them."""
     if (companions / MARKER).is_file():
         files = atomic_checkpoint.validate(str(companions)).files
-        for file in _companion_names(companions):
-            if file in files and files[file]["size"] > atomic_checkpoint.SMALL_BYTES:
-                atomic_checkpoint.check_file(str(companions), file, files[file], content=True)
+        for file in companion_files(companions):
+            name = file.relative_to(companions).as_posix()
+            if name in files and files[name]["size"] > atomic_checkpoint.SMALL_BYTES:
+                atomic_checkpoint.check_file(str(companions), name, files[name], content=True)
 
 
 def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str, Any]:
@@ -250,44 +203,24 @@ def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool)
     return [f"tokenizer and chat template: those of {companions}, which are not those that the run had"]
 
 
-def _companion_names(folder: Path) -> list[str]:
-    return [file.relative_to(folder).as_posix() for file in companion_files(folder)]
-
-
-def added_companions(folder: Path) -> list[str]:
-    """Returns files besides the weights that were added to a folder of `mrl convert import`; none for another
-    folder."""
-    if not (folder / MARKER).is_file():
-        return []
-    files = atomic_checkpoint.validate(str(folder)).files
-    return [file for file in _companion_names(folder) if file not in files]
-
-
 def hf_files(reader: WeightReader) -> HFFiles:
     """Returns how a safetensors folder is laid out: tensors in the order of their bytes."""
     files: dict[str, list[tuple[str, TensorInfo]]] = {}
     for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         files.setdefault(info.file, []).append((name, info))
-    metadata, headers = {}, {}
-    for file, tensors in files.items():
-        text = read_header_text(reader.path / file)
-        metadata[file] = json.loads(text).get("__metadata__")
-        known = all(info.dtype in KNOWN for _, info in tensors)  # others are refused by name, where the tensors are
-        if known and lay_out(dict(tensors), metadata[file]).header[8:] != text.encode():
-            headers[file] = text
+    metadata = {file: json.loads(read_header_text(reader.path / file)).get("__metadata__") for file in files}
     index = reader.path / INDEX
     # bytes: to read it as a text would change its line breaks
-    return HFFiles(files, metadata, index.read_bytes().decode() if index.is_file() else None, headers)
+    return HFFiles(files, metadata, index.read_bytes().decode() if index.is_file() else None)
 
 
 def source_as_json(source: Source) -> dict[str, Any]:
     """Returns the content of `SOURCE` for a Hugging Face folder."""
     files, copies = source.files, list(source.copies)
     if files is None:
-        return {"files": None, "metadata": None, "index": None, "headers": {}, "copies": copies}
+        return {"files": None, "metadata": None, "index": None, "copies": copies}
     tensors = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
-    about = {"metadata": files.metadata, "index": files.index, "headers": files.headers}
-    return {"files": tensors, **about, "copies": copies}
+    return {"files": tensors, "metadata": files.metadata, "index": files.index, "copies": copies}
 
 
 def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
@@ -299,38 +232,20 @@ def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
         file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in tensors]
         for file, tensors in fields["files"].items()
     }
-    headers = fields.get("headers", {})  # older ones kept none
-    return HFFiles(files, fields["metadata"], fields["index"], headers), fields["copies"]
+    return HFFiles(files, fields["metadata"], fields["index"]), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
-    """Opens a checkpoint, imported or of a run, a folder of them, or a run.
-
-    Checksums are compared while it is read. Call `Source.check` after reading, before anybody relies on it.
+    """Opens a checkpoint, imported or of a run, a folder of them, or a run. `Source.check` compares its checksums.
 
     model: the Hugging Face folder with config.json and tokenizer, if a run's config.yaml does not tell.
 
     role: whose weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
-    try:
-        return _open_whole(folder, model, role)
-    except READING_ERRORS as error:
-        if folder.exists():
-            raise
-        if folder == Path(path):
-            raise removed(folder) from error
-    return open_checkpoint(path, model=model, role=role)  # its run has a newer one
-
-
-def _open_whole(folder: Path, model: str | None, role: str | None) -> Source:
-    marker = atomic_checkpoint.validate(str(folder))
-    checksums = Checksums(folder, marker.files)
-    try:
-        return dataclasses.replace(_open(folder, marker, model, role), checksums=checksums)
-    except BaseException:
-        checksums.close()
-        raise
+    source = _open(folder, atomic_checkpoint.validate(str(folder)), model, role)
+    source.checkpoint = folder
+    return source
 
 
 def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
@@ -345,12 +260,6 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         inside, backend = folder / role, roles[role]
     elif role is not None:
         raise CheckpointError("--role", quoted(role), f"has no effect: {folder} holds one model", "leave it out")
-    if backend not in OWN_KEYS:
-        raise CheckpointError(
-            folder,
-            why=f"was saved by the engine {backend!r} of another package, whose files only that engine reads",
-            fix="resume the run, which writes its model to its hf folder at the end (checkpoint.export_hf)",
-        )
     return inside, backend, role
 
 
@@ -393,9 +302,8 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         reader = FSDPReader(inside, family, hf_config, dtype, companions)
         head = reader.head
     mtp = mtp_layers(reader.tensors, hf_config)
-    if files is None and head == "lm" and not imported:
-        files = _files_of(companions, reader, family, hf_config, head)
-        names = [n for n in shared_tensors(hf_config, mtp) if files is None or n in files.tensors]
+    if head == "lm" and not imported:
+        names = list(shared_tensors(hf_config, mtp))
     skipped = [] if imported or mtp else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
         inside, what, reader, hf_config, family, head, companions, files,
@@ -418,13 +326,8 @@ def _model_of(
         command = command_of_data(plain)
         run = from_dict(plain, command.root)
         [config] = [part.model for part in command.parts(run) if part.role == (role or "")]
-        if run.data.chat_template in (None, RAW_TEXT):
-            template = None
-        elif os.path.isfile(run.data.chat_template):
+        if run.data.chat_template not in (None, RAW_TEXT):
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
-        else:
-            why = f"data.chat_template {run.data.chat_template!r} is not there"
-            raise CheckpointError(file, why=why, fix="run this from where the run was started")
         adapter = Path(config.path).expanduser()
         if is_adapter(adapter):  # the run began with what it made of it
             config = dataclasses.replace(config, path=str(merged_place(adapter, file.parent / "merged")))
@@ -435,42 +338,7 @@ def _model_of(
             why=f"does not say which model it is of, as {file} is missing",
             fix="give its Hugging Face folder with --model",
         )
-    if model is None and not os.path.isdir(path) and path.startswith((".", "/", "~")):
-        raise CheckpointError(file, why=f"model.path {path!r} is not there", fix="give the model's folder with --model")
     from mrl.weights.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"
-    found = Path(model_folder(path, weights=weights, key=key))
-    if not found.is_dir():
-        raise ModelError(key, quoted(path), "is not a folder", "give a Hugging Face model folder")
-    return found, config, template
-
-
-def _files_of(
-    companions: Path, reader: WeightReader, family: Family, hf_config: Mapping[str, Any], head: str
-) -> HFFiles | None:
-    """Returns the layout of the Hugging Face folder at the start of training, or None.
-
-    It must have the same tensors as the checkpoint, and besides these at most copies and MTP layers.
-    """
-    if (companions / SOURCE).is_file():
-        found, _ = read_source_file(companions)
-    elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
-        with SafetensorsReader(companions) as stored:
-            found = hf_files(stored)
-    else:
-        return None
-    if found is None:
-        return None
-    copies = _copies(found.tensors, reader, family, hf_config, head)
-    besides = {*copies, *mtp_tensors(found.tensors, hf_config)}
-    if found.tensors.keys() - (besides - reader.tensors.keys()) != reader.tensors.keys():
-        return None
-    again = shared_tensors(hf_config, mtp_layers(reader.tensors, hf_config))  # of MTP layers that trained
-    of = {n: n for n in reader.tensors} | {n: copies[n] for n in again if n in copies}
-    # the dtype is the run's, the files and their order those of the folder it began with
-    files = {
-        file: [(name, dataclasses.replace(reader.tensors[of[name]], file=file)) for name, _ in tensors if name in of]
-        for file, tensors in found.files.items()
-    }
-    return HFFiles({file: tensors for file, tensors in files.items() if tensors}, found.metadata, None, found.headers)
+    return Path(model_folder(path, weights=weights, key=key)), config, template

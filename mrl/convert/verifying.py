@@ -28,7 +28,7 @@ from torch import Tensor
 from mrl.convert.adapters import MergedReader
 from mrl.convert.sources import Source
 from mrl.convert.workspace import Progress, no_progress, silent
-from mrl.errors import DataError, quoted
+from mrl.errors import DataError
 from mrl.weights.accounting import SCORE, follows_from_config
 from mrl.weights.json_file import plain_data
 from mrl.weights.mcore_weights import (
@@ -36,11 +36,8 @@ from mrl.weights.mcore_weights import (
     architecture,
     blocks_of_rows,
     differing_fields,
-    file_name,
-    stored_dtypes,
-    stored_key,
 )
-from mrl.weights.safetensors_io import DTYPES, shorten_list, tensor_bytes
+from mrl.weights.safetensors_io import tensor_bytes
 from mrl.weights.tokenizer_files import TOKENIZER_FILES
 
 PROMPTS = (
@@ -65,8 +62,6 @@ TOLERANCE = 1e-3
 """Largest difference of two logits, as a part of the logits' spread (their standard deviation), that two engines'
 rounding explains.
 """
-ROWS = 32
-"""Tokens whose logits are compared at once, in fp64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +75,6 @@ class LogitsRow:
     top1_agreement: float
     kl: float  # KL(A || B) in nats, the mean over the tokens
     spread: float  # standard deviation of A's logits
-    not_finite: int = 0
-    """Logits of A that are NaN or infinite. Equal ones in B do not count as a difference."""
 
     @property
     def alike(self) -> bool:
@@ -100,9 +93,6 @@ class Comparison:
     config: list[str]  # differences of config.json
     logits: list[LogitsRow]  # of each prompt
     no_logits: str | None  # why there are none
-    widened: list[str] = dataclasses.field(default_factory=list)
-    """Tensors of equal values, in the dtype of another one that a checkpoint holds them in one tensor with."""
-    not_compared: list[str] = dataclasses.field(default_factory=list)  # buffers that follow from config.json
 
     @property
     def same(self) -> bool:
@@ -123,16 +113,11 @@ def compare(
 ) -> Comparison:
     """Compares two models. prompts: texts to compute logits of, by default a few of ours. logits: False compares
     tensors only."""
-    widened: list[str] = []
-    not_compared: list[str] = []
     if isinstance(a.reader, MergedReader) and isinstance(b.reader, MergedReader):
         differences, count, total = _adapters(a, a.reader, b, b.reader, progress)
         b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
     else:
-        differences, total, widened = _tensors(a, b, progress)
-        names = a.reader.tensors.keys() | b.reader.tensors.keys()
-        not_compared = sorted(filter(follows_from_config, names))
-        count = len(names) - len(not_compared)
+        differences, count, total = _tensors(a, b, progress)
     a.check()
     b.check()
     rows: list[LogitsRow] = []
@@ -148,9 +133,7 @@ def compare(
     else:
         why = _no_room(a)
         rows = [] if why else _logits(a, b, prompts)
-    return Comparison(
-        _name(a), _name(b), count, total, differences, _configs(a, b), rows, why, widened, not_compared
-    )  # fmt: skip
+    return Comparison(_name(a), _name(b), count, total, differences, _configs(a, b), rows, why)
 
 
 def _configs(a: Source, b: Source) -> list[str]:
@@ -174,48 +157,20 @@ def _name(source: Source) -> str:
     return f"{source.folder} ({source.what})"
 
 
-def _tensors(a: Source, b: Source, progress: Progress) -> tuple[list[str], int, list[str]]:
-    """Returns a line for each differing tensor, bytes compared, and names of tensors that are the same in a wider
-    dtype."""
-    both, differences = _matched(a, _names(a), b, _names(b))
+def _tensors(a: Source, b: Source, progress: Progress) -> tuple[list[str], int, int]:
+    """Returns a line for each differing tensor, how many tensors there are, and bytes compared."""
+    ours, theirs = _names(a), _names(b)
+    both, differences = _matched(a, ours, b, theirs)
     total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
     advance = progress(total)
-    wider, widened = _wider(a, b) | _wider(b, a), []
     for name in both:
         of_a, of_b = a.reader.tensors[name], b.reader.tensors[name]
-        if of_a.shape != of_b.shape:
-            differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
-            advance(tensor_bytes(of_a))
-        elif of_a.dtype != of_b.dtype and name not in wider:
-            differences.append(f"{name}: dtype {of_a.dtype} and {of_b.dtype}")
-            advance(tensor_bytes(of_a))
+        if (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):
+            differences += _bits(name, a.reader(name), b.reader(name), of_a.shape, advance)
         else:
-            line = _bits(name, a.reader(name), b.reader(name), of_a.shape, advance, dtype=wider.get(name))
-            differences += line
-            widened += [name] if name in wider and not line else []
-    return differences, total, widened
-
-
-def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
-    """Returns the dtype of tensors that are wider in `checkpoint` than in `other` for one reason only, by name.
-
-    q, k and v, gate and up, or the experts of a layer are one tensor there. Its one dtype holds all of them exactly.
-    """
-    if not isinstance(checkpoint.reader, McoreReader):
-        return {}
-    family, ours, theirs = checkpoint.family, checkpoint.reader.tensors, other.reader.tensors
-    rules = [
-        rule
-        for rule in checkpoint.reader.rules.values()
-        if all(
-            file_name(family, name) in theirs and theirs[file_name(family, name)].dtype in DTYPES for name in rule.hf
-        )
-    ]
-    wanted = stored_dtypes(rules, family, theirs)
-    names = {file_name(family, name): wanted[stored_key(rule)] for rule in rules for name in rule.hf}
-    return {
-        name: dtype for name, dtype in names.items() if DTYPES[ours[name].dtype] == dtype != DTYPES[theirs[name].dtype]
-    }
+            differences.append(f"{name}: {of_a.dtype} {list(of_a.shape)} and {of_b.dtype} {list(of_b.shape)}")
+            advance(tensor_bytes(of_a))
+    return differences, len({*ours, *theirs}), total
 
 
 def _adapters(
@@ -268,25 +223,12 @@ def _names(source: Source) -> list[str]:
     return [n for n in source.reader.tensors if n not in source.copies and not follows_from_config(n)]
 
 
-def _bits(
-    name: str,
-    a: Any,
-    b: Any,
-    shape: tuple[int, ...],
-    advance: Callable[[int], None],
-    *,
-    dtype: torch.dtype | None = None,
-) -> list[str]:
-    """Returns a line with the number of entries that differ and the largest difference; none if all bits are the same.
-
-    dtype: compare them in it.
-    """
+def _bits(name: str, a: Any, b: Any, shape: tuple[int, ...], advance: Callable[[int], None]) -> list[str]:
+    """Returns a line with the number of entries that differ and the largest difference; none if there are none."""
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
     for of_a, of_b in rows:
         advance(of_a.numel() * of_a.element_size())
-        if dtype is not None:
-            of_a, of_b = of_a.to(dtype), of_b.to(dtype)
         if of_a.dtype != of_b.dtype:
             return [f"{name}: dtype {of_a.dtype} and {of_b.dtype}"]
         same = torch.equal(of_a.contiguous().view(torch.uint8), of_b.contiguous().view(torch.uint8))
@@ -328,17 +270,7 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     from mrl.data.tokenizer import load_tokenizer  # transformers is slow to import, and comparing bits needs none
 
     tokenizer = load_tokenizer(str(folder))
-    named = [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
-    for text, ids in named:
-        if not ids:
-            raise DataError("--prompt", quoted(text), "has no tokens", "give a longer one")
-        if max(ids) >= vocabulary:
-            raise DataError(
-                folder,
-                why=f"its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}",
-                fix="get the model's own",
-            )
-    return named
+    return [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
 
 
 def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
@@ -356,25 +288,18 @@ def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
 
 
 def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
-    """Returns how two sets of logits compare. Those that are NaN, or the same infinity, on both sides do not differ."""
-    parts = []
-    for of_a, of_b in zip(a.split(ROWS), b.split(ROWS), strict=True):
-        same = (of_a == of_b) | (of_a.isnan() & of_b.isnan())
-        gap = (of_a.double() - of_b.double()).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
-        usable = (of_a.isfinite() & of_b.isfinite()).all(-1)
-        log_a, log_b = of_a[usable].double().log_softmax(-1), of_b[usable].double().log_softmax(-1)
-        parts.append((gap.max(), gap.sum(), (log_a.exp() * (log_a - log_b)).sum()))
-    finite = a[a.isfinite()]
-    largest, total, kl = (torch.stack(part) for part in zip(*parts, strict=True))
+    """Returns how two sets of logits compare."""
+    a, b = a.double(), b.double()
+    gap, log_a, log_b = (a - b).abs(), a.log_softmax(-1), b.log_softmax(-1)
+    kl = float((log_a.exp() * (log_a - log_b)).sum()) / len(a)
     return LogitsRow(
         prompt=name,
         tokens=len(a),
-        max_difference=float(largest.max()),
-        mean_difference=float(total.sum()) / a.numel(),
+        max_difference=float(gap.max()),
+        mean_difference=float(gap.mean()),
         top1_agreement=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
-        kl=max(float(kl.sum()) / len(a), 0.0),  # rounding alone makes it negative; NaN stays
-        spread=float(finite.std()) if len(finite) > 1 else 0.0,
-        not_finite=a.numel() - len(finite),
+        kl=max(kl, 0.0),  # rounding alone makes it negative; NaN stays
+        spread=float(a.std()),
     )
 
 
@@ -386,12 +311,6 @@ def table(found: Comparison, most: int = 20) -> str:
     lines += [f"  {line}" for line in found.differences[:most]]
     if len(found.differences) > most:
         lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
-    if found.widened:
-        lines.append(
-            f"  of these {len(found.widened)} in the dtype of the tensor that holds them: {shorten_list(found.widened)}"
-        )
-    if found.not_compared:
-        lines.append(f"  not compared, as they follow from config.json: {shorten_list(found.not_compared)}")
     if found.config:
         lines += ["config   another model:", *(f"  {line}" for line in found.config)]
     if found.no_logits is not None:
@@ -402,7 +321,6 @@ def table(found: Comparison, most: int = 20) -> str:
             shown = row.prompt.replace("\n", " ")
             shown = shown if len(shown) <= 40 else shown[:37] + "..."
             mark = "" if row.alike else "  DIFFERENT"
-            mark += f"  ({row.not_finite} are no numbers)" if row.not_finite else ""
             lines.append(
                 f"         {row.max_difference:14.3g}  {row.mean_difference:15.3g}  {row.top1_agreement:10.1%}  "
                 f"{row.kl:8.2g}  {row.tokens:6d}  {shown}{mark}"

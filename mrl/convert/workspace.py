@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,18 +58,13 @@ class Workspace:
     plan: everything that decides the files' content, as JSON values. needed: bytes of each large file, for the check of
     the disk.
 
-    keep: whether an error leaves finished files for the next attempt.
-
     Raises ModelError if `out` is taken, another conversion is at work, or the disk has no room. A path in `needed` that
     leads out of the folder is refused, too.
     """
 
-    def __init__(
-        self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int], *, keep: bool = True
-    ) -> None:
+    def __init__(self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int]) -> None:
         self.out = Path(os.path.abspath(out))
         self.folder = self.out.parent / f".{self.out.name}.converting"
-        self._keep = keep
         self._plan, self._needed = json.dumps(plan, sort_keys=True), dict(needed)
         outside = [file for file in needed if ".." in Path(file).parts or os.path.isabs(file)]
         if outside:
@@ -83,35 +77,24 @@ class Workspace:
 
     def __enter__(self) -> "Workspace":
         check_free(self.out)
-        self._take_lock()
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with self._full_disk_in_words():
-                self.done = self._finished()
-            self._check_disk()
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if exc[0] is not None and not self._keep:
-            shutil.rmtree(self.folder, ignore_errors=True)  # there is none after the last rename
-        self._lock.release()
-
-    def _take_lock(self) -> None:
-        if self.folder.is_symlink():
-            raise ModelError(self.folder, why="is a link, and what it leads to would be overwritten", fix="remove it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout:
             raise ModelError(
                 self.out, why="another conversion is writing it", fix="wait for it, or end it first"
             ) from None
-        except OSError as error:
-            raise ModelError(
-                self.out.parent, why=f"cannot be written ({error.strerror})", fix="give another folder"
-            ) from error
+        try:
+            with self._full_disk_in_words():
+                self.done = self._finished()
+            self._check_disk()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
 
     def _finished(self) -> dict[str, FileSummary]:
         """Returns the files of an earlier attempt at this plan that are as they were written, and removes all else."""
@@ -172,10 +155,6 @@ class Workspace:
                 raise
         return {file: self.done[file] for file in makers}
 
-    def remove(self) -> None:
-        """Gives up and removes what was written: it is of no use to another attempt."""
-        shutil.rmtree(self.folder)
-
     def _record(self, file: str, summary: FileSummary) -> None:
         summary = {"file": file, **summary}
         with self._journal:
@@ -193,13 +172,8 @@ class Workspace:
         except OSError as error:
             if not is_full(error):
                 raise
-            kept = (
-                f"what was converted is kept in {self.folder}: make room and run the same command again, or remove "
-                "that folder"
-                if self._keep
-                else "nothing of it is left: make room, or give another folder"
-            )
-            raise ModelError(self.out, why=f"the disk is full ({error.strerror})", fix=kept) from error
+            fix = f"make room and run the same command again, which goes on in {self.folder}, or remove that folder"
+            raise ModelError(self.out, why=f"the disk is full ({error.strerror})", fix=fix) from error
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[Path]:

@@ -27,7 +27,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -403,8 +402,8 @@ def _read_bytes(path: str) -> bytes | None:
         return source.read()
 
 
-def check_file(path: str, file: str, entry: dict, *, content: bool, stop: threading.Event | None = None) -> None:
-    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too, until `stop`."""
+def check_file(path: str, file: str, entry: dict, *, content: bool) -> None:
+    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
         raise CheckpointError(path, why=f"damaged: {file} is missing", fix="use another checkpoint")
@@ -416,7 +415,7 @@ def check_file(path: str, file: str, entry: dict, *, content: bool, stop: thread
             fix="use another checkpoint",
         )
     try:
-        same = not content or crc32_of(full, stop) == entry["crc32"]
+        same = not content or crc32_of(full) == entry["crc32"]
     except OSError as error:
         raise CheckpointError(
             path, why=f"damaged: {file} cannot be read ({error})", fix="use another checkpoint"

@@ -134,7 +134,5 @@ def weights_of(place: PlaceConfig) -> Iterator[Source | None]:
         yield None
         return
     with collective.call_on_every_rank(lambda: open_any(place.source or "")) as source:
-        if not collective.is_main() and source.checksums is not None:
-            source.checksums.close()
         yield source
         collective.on_main(source.check)

@@ -175,16 +175,7 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
 def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:
     """Raises a UserError where a model cannot be run in a layout. here: on this machine."""
     check_replicate(part.engine, dims.world_size)
-    _check_ranges(part)
     _check_model(part, dims, sequences, here=here)
-
-
-def _check_ranges(part: Part) -> None:
-    """Refuses fields of config.json that hold what no model has: the checks after this one count with them."""
-    from mrl.weights.ranges import check_fields  # it imports torch
-
-    if isinstance(part.hf.get("model_type"), str):  # `normalize` says what is wrong with another one
-        check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
 def check_engines(command: TrainingCommand, config: Config) -> None:

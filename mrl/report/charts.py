@@ -125,9 +125,6 @@ MAIN = (
 )  # fmt: skip
 """The metrics that the terminal shows without --all."""
 
-SEQUENCE_KL = "actor/sequence_kl"
-"""Shown without --all where nothing is rewarded."""
-
 NOT_DRAWN = frozenset({"eval/binary"})
 """Metrics that only say how to read another one."""
 
@@ -144,18 +141,16 @@ GOALS: dict[str, Goal] = {
 """Metrics of which one value is better than another."""
 
 
-def is_main(name: str, *, rewarded: bool = True) -> bool:
-    """Returns whether the terminal shows the metric without being asked. rewarded: whether the run has rewards."""
-    return _listed(name, MAIN if rewarded else (*MAIN, SEQUENCE_KL)) is not None
+def is_main(name: str) -> bool:
+    """Returns whether the terminal shows the metric without being asked."""
+    return _listed(name, MAIN) is not None
 
 
-def goal_of(name: str, *, rl: bool, rewarded: bool = True) -> Goal | None:
+def goal_of(name: str, *, rl: bool) -> Goal | None:
     """Returns whether low or high values of a metric are better; None if that cannot be said.
 
-    A policy's loss (rl) says nothing of how good it is. Its KL to a teacher should fall if nothing is `rewarded`.
+    A policy's loss (rl) says nothing of how good it is.
     """
-    if name == SEQUENCE_KL and not rewarded:
-        return "low"
     pattern = _listed(name, GOALS)
     return None if pattern is None or (rl and name == "train/loss") else GOALS[pattern]
 

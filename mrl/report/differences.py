@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,9 +31,9 @@ class Differences:
         return f"configs, versions and git state are the same{of}"
 
     def as_json(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """Returns name -> run -> value, without runs that have none. Values that JSON lacks (a date, NaN) are text."""
+        """Returns name -> run -> value, without runs that have none."""
         return {
-            name: {run: _plain(value) for run, value in zip(self.runs, values, strict=True) if value is not ABSENT}
+            name: {run: value for run, value in zip(self.runs, values, strict=True) if value is not ABSENT}
             for name, values in rows.items()
         }
 
@@ -55,15 +54,6 @@ def _different(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if any(repr(value) != repr(values[0]) for value in values):  # 1 and true are not the same
             differences[name] = values
     return dict(sorted(differences.items(), key=lambda row: ABSENT in row[1]))  # keys of all runs come first
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):  # within a list: others are flattened
-        return {str(name): _plain(item) for name, item in value.items()}
-    is_json = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-    return value if is_json else str(value)
 
 
 def value_text(value: Any) -> str:

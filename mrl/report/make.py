@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,7 @@ from mrl.report import summary
 from mrl.report.differences import differences_of, value_text
 from mrl.report.page import MARK, InitialView, page
 from mrl.report.pictures import write_pictures
-from mrl.report.runs import Run, RunReader, state_of
+from mrl.report.runs import Run, RunReader
 from mrl.report.samples import SampleReader
 
 PAGE, PICTURES = "index.html", "charts"
@@ -68,7 +67,7 @@ class Report:
     def text(self, runs: Sequence[Run]) -> str:
         """Returns the table for the terminal."""
         look = self._wanted.look
-        table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric, blocks=blocks())
+        table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric)
         return "\n".join([table, *self._not_drawn(runs), *_differences(runs)])
 
     def _not_drawn(self, runs: Sequence[Run]) -> list[str]:
@@ -103,55 +102,34 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def blocks() -> str:
-    """Returns the characters of a sparkline that the terminal can show."""
-    try:
-        summary.BLOCKS.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return summary.ASCII_BLOCKS
-    return summary.BLOCKS
-
-
 def watch(
     report: Report,
-    readers: Sequence[RunReader],
     every_s: int,
     show: Callable[[Sequence[Run], pathlib.Path | None], None],
     sleep: Callable[[float], None] | None = None,
 ) -> list[Run]:
-    """Writes the page again whenever a metrics.jsonl has grown, and shows the table; returns when every run is
-    finished.
+    """Writes the page again and shows the table whenever a run has made steps; returns when every run is finished.
 
     The page loads itself again until then. Pictures take longer than the page, so they are written at the end alone.
     That also holds if Ctrl-C ends it: KeyboardInterrupt goes on to the caller after that. Raises UserError if the
     folder of a run is removed.
     """
-    grown: list[Run] | None = report.runs()
+    shown: list[str] = []
     try:
-        while grown is not None:
-            runs = grown
-            show(runs, report.write(runs, reload_s=every_s, pictures=False))
-            grown = _changed(report, readers, runs, every_s, sleep or time.sleep)
+        while True:
+            runs = report.runs()
+            progress = [run.progress for run in runs]
+            if progress != shown:
+                show(runs, report.write(runs, reload_s=every_s, pictures=False))
+                shown = progress
+            if all(run.state == "finished" for run in runs):
+                break
+            (sleep or time.sleep)(every_s)
+            for run in runs:
+                if not run.path.is_dir():  # and a page in it would make it again
+                    raise UserError(shortened(str(run.path)), why="has been removed", fix="give a run that is there")
     except KeyboardInterrupt:
         report.write(report.runs())
         raise
-    runs = report.runs()
     report.write(runs)
     return runs
-
-
-def _changed(
-    report: Report, readers: Sequence[RunReader], runs: Sequence[Run], every_s: int, sleep: Callable[[float], None]
-) -> list[Run] | None:
-    """Waits for a run that has grown, or has begun or ended. Returns the runs then, None if all are finished."""
-    while any(run.state != "finished" for run in runs):
-        sleep(every_s)
-        for reader in readers:
-            if not reader.path.is_dir():  # and a page in it would make it again
-                raise UserError(shortened(str(reader.path)), why="has been removed", fix="give a run that is there")
-        if any([reader.read() for reader in readers]):
-            return report.runs()
-        states = [state_of(run.path, run.last_step, run.settings.total_steps) for run in runs]
-        if states != [run.state for run in runs]:
-            return [dataclasses.replace(run, state=state) for run, state in zip(runs, states, strict=True)]
-    return None

@@ -162,15 +162,9 @@
     const { chart, run } = plot;
     const [traces, left] = chart.stacked ? [stackOf(chart, run), []] : tracesOf(chart);
     const many = traces.filter((trace) => trace.showlegend !== false).length > 1;
-    const restarts = several ? [] : data.runs[0].restarts;
-    const steps = data.runs[0].axes.step;
-    const lines = restarts.map((step) => steps.findIndex((other) => other >= step)).filter((i) => i >= 0 && data.runs[0].axes[state.axis]).map((i) => {
-      const at = data.runs[0].axes[state.axis][i];
-      return { type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1, line: { color: "#999", width: 1, dash: "dot" } };
-    });
     const log = state.log && !chart.stacked;
     Plotly.react(plot.node, traces, {
-      margin: { l: 58, r: 12, t: 8, b: 42 }, hovermode: "x unified", showlegend: many, shapes: lines,
+      margin: { l: 58, r: 12, t: 8, b: 42 }, hovermode: "x unified", showlegend: many,
       legend: { orientation: "h", y: -0.22, font: { size: 11 } }, font: { size: 11, color: "#1f2733" },
       xaxis: { title: { text: AXIS_TITLES[state.axis], standoff: 6 }, zeroline: false },
       yaxis: { type: log ? "log" : "linear", zeroline: false, exponentformat: "e", range: chart.stacked ? undefined : rangeOf(traces, log) },

@@ -26,7 +26,7 @@ from mrl.report.charts import Chart, charts_of
 from mrl.report.curves import MAX_POINTS, Points, bucket_means, choose
 from mrl.report.differences import Differences, differences_of, value_text
 from mrl.report.metrics_file import Table
-from mrl.report.runs import Run, restarts
+from mrl.report.runs import Run
 from mrl.report.samples import Samples
 from mrl.report.summary import figures_of
 
@@ -153,7 +153,6 @@ def _run(run: Run, samples: Samples, charts: Sequence[Chart]) -> dict[str, Any]:
         "progress": run.progress,
         "notes": [*run.notes, *_long(table, chosen)],
         "axes": {axis: _numbers(at[rows]) for axis in AXES if (at := table.axis(axis)) is not None},
-        "restarts": restarts(table),
         "curves": {name: _curve(table, name, points, rows) for name, points in chosen.items()},
         "stacks": {key: stack.as_json(rows) for key, stack in stacks.items()},
         "figures": [{"metric": figure.metric, **figure.as_json()} for figure in figures_of(run)],

@@ -26,9 +26,6 @@ MAX_FILES = 12
 MOST_TOKENS, MOST_CHARACTERS = 4000, 20_000
 """Tokens of a sample with their numbers, and characters of a text, that a page has."""
 
-MAX_DEPTH = 50
-"""Lists and objects in one another, as in the arguments of a tool, that a page has."""
-
 TOKENS_OF_PAGE = 600_000
 """Tokens of a run with their numbers that a page has: with long samples it has fewer of them. A token takes about 20
 bytes there."""
@@ -56,12 +53,11 @@ class Samples:
 
 
 class SampleReader:
-    """Reads samples/ of a run. Files are read once, because a run does not change them."""
+    """Reads samples/ of a run."""
 
     def __init__(self, run: pathlib.Path) -> None:
         self._folder = run / SAMPLES
         self._texts = TokenTexts(run)
-        self._read: dict[tuple[str, int, int, int], tuple[Mapping[str, Any], list[str]]] = {}
 
     def read(self, most: int) -> Samples:
         """Returns at most `most` samples, of files all along the run: whole groups of prompts, as far as they fit."""
@@ -99,18 +95,10 @@ class SampleReader:
         return chosen, samples // len(chosen)
 
     def _file(self, file: SampleFile, most: int) -> tuple[Mapping[str, Any], list[str]]:
-        try:
-            stat = file.path.stat()
-        except OSError:  # the run has just removed it (log.samples.keep)
-            return {"series": file.series, "step": file.step, "of": 0, "samples": []}, []
-        key = (str(file.path), stat.st_mtime_ns, stat.st_size, most)
-        if key not in self._read:
-            rows, broken = read_rows(file.path)
-            samples = [self._sample(row) for row in first_groups(rows, most)]
-            problems = [f"{file.path.name}: {text}" for text in broken]
-            entry = {"series": file.series, "step": file.step, "of": len(rows), "samples": samples}
-            self._read[key] = entry, problems
-        return self._read[key]
+        rows, broken = read_rows(file.path)
+        samples = [self._sample(row) for row in first_groups(rows, most)]
+        entry = {"series": file.series, "step": file.step, "of": len(rows), "samples": samples}
+        return entry, [f"{file.path.name}: {text}" for text in broken]
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a sample for the page: its shortened texts, and its tokens after the prompt.
@@ -118,17 +106,16 @@ class SampleReader:
         A token has its id or text, mask, log-prob and, if it was saved, its advantage.
         """
         sample = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
-        fields: list[Any] = [row.get(name) for name in ("tokens", "mask", "log_probs")]
-        if not _alike(*fields) or 1 not in fields[1] or not all(type(i) is int for of in fields[:2] for i in of):
+        if 1 not in (row.get("mask") or []):
             return sample
-        tokens, mask, log_probs = fields
+        tokens, mask, log_probs = row["tokens"], row["mask"], row["log_probs"]
         start = mask.index(1)
         stop = min(len(tokens), start + MOST_TOKENS)
         if stop < len(tokens):
             sample["tokens_left_out"] = len(tokens) - stop
         sample["ids"], sample["mask"] = tokens[start:stop], mask[start:stop]
         sample["log_probs"] = [_rounded(x) for x in log_probs[start:stop]]
-        if _alike(tokens, row.get("advantages")):
+        if row.get("advantages") is not None:
             sample["advantages"] = [_rounded(x) for x in row["advantages"][start:stop]]
         texts = self._texts.of(tokens[start:stop])
         if texts is not None:
@@ -170,7 +157,7 @@ def read_rows(path: pathlib.Path) -> tuple[list[dict[str, Any]], list[str]]:
         for line in _lines(path):
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):
+            except ValueError:
                 row = None
             if isinstance(row, dict):
                 rows.append(row)
@@ -201,20 +188,13 @@ def first_groups(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, An
     return samples
 
 
-def _alike(*lists: Any) -> bool:
-    return all(isinstance(each, list) for each in lists) and len({len(each) for each in lists}) == 1
-
-
-def _rounded(value: Any) -> float | None:
+def _rounded(value: float) -> float | None:
     """Returns a number in four digits, for a colour and a tooltip."""
-    is_number = isinstance(value, int | float) and -1e300 < value < 1e300  # a whole number may be larger than any float
-    return float(f"{value:.4g}") if is_number else None
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def _shortened(value: Any, depth: int = 0) -> Any:
-    """Returns a value whose long texts lost their middle. Content that lies too deep is left out."""
-    if depth > MAX_DEPTH:
-        return "[... more is inside of this, and left out ...]"
+def _shortened(value: Any) -> Any:
+    """Returns a value whose long texts lost their middle."""
     if isinstance(value, str):
         left = len(value) - MOST_CHARACTERS
         if left <= 0:
@@ -222,9 +202,9 @@ def _shortened(value: Any, depth: int = 0) -> Any:
         half = MOST_CHARACTERS // 2
         return f"{value[:half]}\n[... {left:,} characters left out ...]\n{value[-half:]}"
     if isinstance(value, list):
-        return [_shortened(item, depth + 1) for item in value]
+        return [_shortened(item) for item in value]
     if isinstance(value, dict):
-        return {name: _shortened(item, depth + 1) for name, item in value.items()}
+        return {name: _shortened(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

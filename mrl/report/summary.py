@@ -15,7 +15,7 @@ from mrl.report.curves import smooth_values
 from mrl.report.differences import Differences
 from mrl.report.runs import Run
 
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 22
 """Characters."""
 NAME = 34
@@ -52,7 +52,7 @@ def _figure(run: Run, name: str, *, rl: bool) -> Figure:
     values, steps = curve.values[curve.finite], run.table.steps[curve.rows[curve.finite]]
     if not len(values):
         return Figure(run, name, len(curve.values))
-    goal = goal_of(name, rl=rl, rewarded="reward/mean" in run.table.curves)
+    goal = goal_of(name, rl=rl)
     best = best_step = None
     if goal is not None:
         place = int(values.argmin() if goal == "low" else values.argmax())
@@ -61,9 +61,7 @@ def _figure(run: Run, name: str, *, rl: bool) -> Figure:
     return Figure(run, name, len(curve.values), first, last, lowest, highest, best, best_step)
 
 
-def sparkline(
-    values: numpy.ndarray, lowest: float, highest: float, width: int = SPARKLINE, blocks: str = BLOCKS
-) -> str:
+def sparkline(values: numpy.ndarray, lowest: float, highest: float, width: int = SPARKLINE) -> str:
     """Returns a curve in characters: each the mean of its part of the values, blank if none is finite."""
     width = min(width, len(values))
     text = ""
@@ -72,10 +70,10 @@ def sparkline(
         if not len(finite):
             text += " "
         elif highest <= lowest:
-            text += blocks[len(blocks) // 2 - 1]
+            text += BLOCKS[len(BLOCKS) // 2 - 1]
         else:
             level = (float(finite.mean()) - lowest) / (highest - lowest)
-            text += blocks[min(int(level * len(blocks)), len(blocks) - 1)]
+            text += BLOCKS[min(int(level * len(BLOCKS)), len(BLOCKS) - 1)]
     return text
 
 
@@ -92,7 +90,7 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str = BLOCKS) -> str:
+def text(runs: Sequence[Run], *, smooth: float, every_metric: bool) -> str:
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
     figures: dict[str, list[Figure]] = {}
     for run in runs:
@@ -100,7 +98,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str 
             figures.setdefault(figure.metric, []).append(figure)
     names = in_order(figures)
     several = len(runs) > 1
-    shown = [name for name in names if every_metric or is_main(name, rewarded="reward/mean" in names)] or names
+    shown = [name for name in names if every_metric or is_main(name)] or names
     widths = [len(printable(name)) for name in shown]
     if several:
         widths += [len(run.name) + 2 for run in runs]
@@ -116,7 +114,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str 
             lines.append(printable(name))
         for figure in figures[name]:
             title = shortened(printable(f"  {figure.run.name}" if several else name), name_width)
-            spark = sparkline(_values(figure, smooth), *scale, blocks=blocks)
+            spark = sparkline(_values(figure, smooth), *scale)
             lines.append(
                 f"{title:<{name_width}} {number(figure.first):>10} {number(figure.last):>10} "
                 f"{number(figure.best):>10} {number(figure.best_step):>8}  {spark}"

@@ -15,7 +15,7 @@ from mrl.weights.algebra import Shape
 from mrl.weights.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
 from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, TensorInfo, count_groups, shorten_list
+from mrl.weights.safetensors_io import TensorInfo, count_groups
 from mrl.weights.table import Family, HFConfig
 
 # Buffers that older versions of transformers saved and that follow from the config.
@@ -70,8 +70,8 @@ def account(
             f"of a dtype that cannot be read, use one of {', '.join(_READABLE)}": dtypes,
         }
     )
-    if lost:
-        parts[0] += _hint(lost, found)
+    if lost == [LM_HEAD]:
+        parts[0] += ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
     if parts and any(_PACKED.search(name) for name in found):
         parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
@@ -81,21 +81,6 @@ def account(
             fix="get the config.json and the weights of one model",
         )
     return missing
-
-
-def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
-    if lost == [LM_HEAD] and SCORE in found:
-        return ", the folder holds a sequence classifier or a reward model: give a language model"
-    if lost == [LM_HEAD]:
-        return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
-    if lost == [SCORE]:
-        return (
-            ", a value that nobody trains comes from a sequence classifier with one label: give such a model, as mrl "
-            "rm makes of this one"
-        )
-    if "embed_tokens.weight" in found:
-        return ", the folder holds a base model without a head: save it as a causal LM"
-    return ""
 
 
 def check_model(
@@ -125,23 +110,12 @@ def check_model(
     known = copies_of(family, hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
     beside = family.carried(reader.tensors)
-    check_carried(reader, beside)
     may_have |= copies.keys() | beside
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
         if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
             raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
-
-
-def check_carried(reader: WeightReader, names: Collection[str]) -> None:
-    """Raises ModelError for tensors that cannot be carried over to an export unchanged."""
-    if packed := sorted(name for name in names if _PACKED.search(name)):
-        why = f"{shorten_list(packed)}: quantised in a way that cannot be read"
-        raise ModelError(reader.path, why=why, fix="give the model that they were made from")
-    if odd := sorted(name for name in names if reader.tensors[name].dtype not in DTYPES):
-        why = f"{shorten_list(odd)} of dtype {reader.tensors[odd[0]].dtype} cannot be carried over to an export"
-        raise ModelError(reader.path, why=why, fix=f"store them in one of {', '.join(DTYPES)}")
 
 
 def copies_of(family: Family, hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:

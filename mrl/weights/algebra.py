@@ -76,7 +76,7 @@ def gate_up(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
 def qkv(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns the contiguous rows of this rank out of q, k and v interleaved per KV group."""
     groups, heads = shard.sizes["groups"], shard.sizes["heads"]
-    if heads % shard.degree or (groups % shard.degree and shard.degree % groups):
+    if heads % groups or heads % shard.degree or (groups % shard.degree and shard.degree % groups):
         raise ConfigError(
             "engine.parallel.tp",
             shard.degree,

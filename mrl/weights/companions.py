@@ -1,8 +1,7 @@
 """Finds the files of a model folder besides its weights: config.json, tokenizer, chat template, generation config,
 code.
 
-Links are followed, wherever they lead: the hub's cache is made of links. A path with such a name is refused, never
-skipped, if it is no file or cannot be read. Folders are left out.
+Links are followed, wherever they lead: the hub's cache is made of links. Folders are left out.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import fnmatch
 import json
 import os
 import shutil
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mrl.errors import FILE_KINDS, ModelError
-from mrl.weights.json_file import parse_json, read_json
+from mrl.errors import ModelError
+from mrl.weights.json_file import read_json
 
 PATTERNS = (
     "config.json",
@@ -42,61 +40,18 @@ PATTERNS = (
 )
 TEMPLATES = "additional_chat_templates"
 """A folder whose files are chat templates, all of them."""
-LFS_POINTER = b"version https://git-lfs"
-"""The first bytes of a file after a `git clone` without Git LFS."""
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Returns the files besides a model's weights. Raises ModelError on dead links and on paths that are no files."""
+    """Returns the files besides a model's weights. Raises ModelError on dead links."""
     named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
     templates = source / TEMPLATES
-    if os.path.lexists(templates) and stat.S_ISDIR(_mode(templates)):
-        named += [templates / name for name in os.listdir(templates)]
-    return sorted(_regular(named))
-
-
-def _regular(files: list[Path]) -> Iterator[Path]:
-    for file in files:
-        mode = _mode(file)
-        if stat.S_ISREG(mode):
-            yield file
-        elif not stat.S_ISDIR(mode):
-            kind = FILE_KINDS.get(stat.S_IFMT(mode), "no file")
-            raise ModelError(
-                file, why=f"is {kind}, and a model has a file of that name", fix="get the file again, or remove it"
-            )
-
-
-def _mode(path: Path) -> int:
-    try:
-        return os.stat(path).st_mode
-    except OSError as error:
-        what = (
-            f"a link that leads to no file ({os.readlink(path)}: {error.strerror})"
-            if path.is_symlink()
-            else error.strerror
-        )
-        raise ModelError(path, why=f"is {what}", fix="get the file again, or remove it") from None
-
-
-def check_companions(folder: Path) -> None:
-    """Refuses files besides the weights that a download left broken: pointers of Git LFS, and invalid JSON."""
-    for file in companion_files(folder):
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise ModelError(file, why=f"cannot be read ({error.strerror})", fix="get the file again") from None
-        if content.startswith(LFS_POINTER):
-            raise ModelError(
-                file, why="is a pointer of Git LFS, not the file", fix="run `git lfs pull` there, or get the file again"
-            )
-        if file.suffix == ".json" and file.name != "config.json":
-            try:
-                parse_json(content)
-            except ValueError:
-                raise ModelError(
-                    file, why=f"is cut off or no JSON ({len(content)} bytes)", fix="get the file again"
-                ) from None
+    if templates.is_dir():
+        named += templates.iterdir()
+    for file in named:
+        if not file.exists():
+            raise ModelError(file, why="is a link that leads to no file", fix="get the file again, or remove it")
+    return sorted(file for file in named if not file.is_dir())
 
 
 def copy_companions(

@@ -24,8 +24,8 @@ CARRIED = "carried"
 """The folder of carried tensors in what `mrl convert import` writes."""
 SOURCE = "source.json"
 """The layout of the Hugging Face folder that `mrl convert import` read, in its output. It has `files` with names,
-dtypes and shapes, `metadata` and `index` (null if it was laid out in another way than ours), `headers` as in HFFiles,
-and `copies`: names of tensors that are another one again."""
+dtypes and shapes, `metadata` and `index` (null if it was laid out in another way than ours), and
+`copies`: names of tensors that are another one again."""
 
 
 def composite(text: Family, model_type: str) -> Family:

@@ -11,13 +11,9 @@ from typing import Any
 
 from mrl.errors import ModelError
 
-MAX_DEPTH = 64
-"""The deepest nesting of lists and objects. Python's own functions end in a RecursionError at some hundreds."""
-
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ModelError if it cannot be read, is no object, or nests deeper than
-    MAX_DEPTH."""
+    """Returns the object in a JSON file. Raises ModelError if it cannot be read or is no object."""
     try:
         content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -28,14 +24,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Returns the value of a JSON text; ValueError if it is none, or nests deeper than MAX_DEPTH."""
+    """Returns the value of a JSON text; ValueError if it is none, or nests too deep for Python."""
     try:
-        content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
+        return json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
     except RecursionError:
-        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels") from None
-    if is_deeper_than(content, MAX_DEPTH):
-        raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
-    return content
+        raise ValueError("it nests too deep") from None
 
 
 def is_deeper_than(value: Any, levels: int) -> bool:
@@ -51,10 +44,7 @@ def is_deeper_than(value: Any, levels: int) -> bool:
 
 def shorten_value(value: Any, most: int = 60) -> str:
     """Returns a value for a message: its first characters if it is a long one."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists
-        text = f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 

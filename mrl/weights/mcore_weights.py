@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrl.errors import CheckpointError
 from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.accounting import account
 from mrl.weights.algebra import Shape
 from mrl.weights.fields import HINTS, rotary_percent
 from mrl.weights.mtp import num_mtp_layers
@@ -26,7 +27,7 @@ from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
 from mrl.weights.reader import Slice, WeightReader
 from mrl.weights.rules import ChunkPlan, Rule, param_map
-from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
 from mrl.weights.stacks import file_name, place_of, stack_slice
 from mrl.weights.stacks import stored_shapes as files_shapes
 from mrl.weights.table import Family, HFConfig, Stack
@@ -145,7 +146,7 @@ class McoreReader:
     """Reads the weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
 
     `tensors` has the names of files. If files hold experts stacked, a reader takes the names of the tables too. Every
-    tensor of the model is accounted for, in both directions; CheckpointError lists those missing, left over or of
+    tensor of the model is accounted for, in both directions; ModelError lists those missing, left over or of
     another shape.
 
     beside: tensors that are not in the checkpoint, and belong to its model (`CarriedReader`). spec, head: as the
@@ -219,33 +220,17 @@ class McoreReader:
 
 
 def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
+    """Compares the tensors of the checkpoint with those of the model. Rows may be more than those of a vocabulary."""
     expected = stored_shapes(rules.values())
     padded = {stored_key(rule) for rule in rules.values() if rule.kind == "vocab"}
-    missing = [key for key in expected if key not in stored.tensors]
-    unexpected = [key for key in stored.tensors if key not in expected and not _NOT_WEIGHTS.search(key)]
-    shapes = []
-    for key, shape in expected.items():
-        if key in stored.tensors:
-            found = stored.tensors[key].shape
-            rows = len(found) > 0 and key in padded and found[0] >= shape[0]
-            if not (found == tuple(shape) or (rows and found[1:] == tuple(shape[1:]))):
-                shapes.append(f"{key} is {list(found)}, not {list(shape)}")
-    dtypes = [f"{key} is {stored.tensors[key].dtype}" for key in expected if key in stored.tensors
-              and stored.tensors[key].dtype not in NAMES]  # fmt: skip
-    parts = count_groups(
-        {
-            "missing": missing,
-            "left over": unexpected,
-            "of another shape than config.json says": shapes,
-            "of a dtype that cannot be written": dtypes,
-        }
-    )
-    if parts:
-        raise CheckpointError(
-            stored.path,
-            why=f"tensors do not fit the model's config.json: {', '.join(parts)}",
-            fix="give the config.json of the model that was trained",
-        )
+    found = {}
+    for key, tensor in stored.tensors.items():
+        shape = tuple(tensor.shape)
+        if key in padded:
+            shape = (min(shape[0], expected[key][0]), *shape[1:])
+        found[key] = TensorInfo(NAMES.get(tensor.dtype, str(tensor.dtype)), shape)
+    others = {key for key in found if _NOT_WEIGHTS.search(key)}
+    account(found, expected, where=str(stored.path), may_have=others)
 
 
 def is_imported(path: str | Path) -> bool:

@@ -9,14 +9,13 @@ OCP Microscaling Formats, version 1.0, section 5.3.3, has the sixteen values of 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl.errors import ModelError
-from mrl.weights.json_file import read_json
+from mrl.weights.json_file import read_json, shorten_value
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.reader import Slice, WeightReader
 from mrl.weights.safetensors_io import TensorInfo
@@ -57,15 +56,24 @@ class DequantisedReader:
         self.path, self._stored = reader.path, reader
         self.tensors: dict[str, TensorInfo] = {}
         tensors = reader.tensors
-        self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in tensors) else (1, 1)
+        self._block = (1, 1)
+        if any(name.endswith("_scale_inv") for name in tensors):
+            config = read_json(reader.path / "config.json")
+            self._block = tuple(config["quantization_config"]["weight_block_size"])
         for name, info in tensors.items():
             if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in tensors:
-                self._check_mxfp4(name, info, tensors[name.removesuffix("_blocks") + "_scales"])
-                experts, outputs, blocks, _ = info.shape
-                shape = (experts, blocks * _FP4_BLOCK, outputs)
-                self.tensors[name.removesuffix("_blocks")] = TensorInfo("BF16", shape, info.file)
+                name = name.removesuffix("_blocks")
+                scales = tensors[name + "_scales"]
+                halves = _FP4_BLOCK // 2
+                fits = info.dtype == scales.dtype == "U8" and len(info.shape) == 4
+                self._check(name, info, scales, fits and info.shape == (*scales.shape, halves))
+                experts, outputs, blocks = scales.shape
+                self.tensors[name] = TensorInfo("BF16", (experts, blocks * _FP4_BLOCK, outputs), info.file)
             elif name + "_scale_inv" in tensors:
-                self._check_fp8(name, info, tensors[name + "_scale_inv"])
+                factors = tensors[name + "_scale_inv"]
+                in_blocks = tuple(-(-size // block) for size, block in zip(info.shape, self._block, strict=False))
+                known = info.dtype == "F8_E4M3" and factors.dtype in ("F32", "BF16", "F16")
+                self._check(name, info, factors, known and len(info.shape) == 2 and factors.shape == in_blocks)
                 self.tensors[name] = TensorInfo("BF16", info.shape, info.file)
             elif not self._is_scale(name):
                 self.tensors[name] = info
@@ -76,28 +84,12 @@ class DequantisedReader:
             name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in tensors
         )
 
-    def _check_fp8(self, name: str, info: TensorInfo, factors: TensorInfo) -> None:
-        wanted = tuple(-(-size // block) for size, block in zip(info.shape, self._block, strict=False))
-        known = info.dtype == "F8_E4M3" and factors.dtype in ("F32", "BF16", "F16")
-        if not known or len(info.shape) != 2 or factors.shape != wanted:
-            raise ModelError(
-                self.path,
-                why=f"{name} is {info.dtype} {list(info.shape)} with factors {factors.dtype} "
-                f"{list(factors.shape)}, not F8_E4M3 with {list(wanted)} for blocks of "
-                f"{list(self._block)}",
-                fix="get the config.json and the weights of one model",
-            )
-
-    def _check_mxfp4(self, name: str, info: TensorInfo, scales: TensorInfo) -> None:
-        fits = len(info.shape) == 4 and info.shape[3] * 2 == _FP4_BLOCK and scales.shape == info.shape[:3]
-        if not fits or (info.dtype, scales.dtype) != ("U8", "U8"):
-            raise ModelError(
-                self.path,
-                why=f"{name} is {info.dtype} {list(info.shape)} with scales {scales.dtype} "
-                f"{list(scales.shape)}, not U8 [experts, out, in / {_FP4_BLOCK}, "
-                f"{_FP4_BLOCK // 2}] with U8 of its first three sizes",
-                fix="get the weights again",
-            )
+    def _check(self, name: str, numbers: TensorInfo, factors: TensorInfo, fits: bool) -> None:
+        """Refuses numbers whose factors do not fit: some would spread over them without a word."""
+        if not fits:
+            shown = f"{numbers.dtype} {list(numbers.shape)} with {factors.dtype} {list(factors.shape)}"
+            why = f"{name} is {shown}, which is neither block-fp8 in blocks of {list(self._block)} nor mxfp4"
+            raise ModelError(self.path, why=why, fix="get the config.json and the weights of one model")
 
     def __call__(self, name: str) -> Slice:
         tensors = self._stored.tensors
@@ -113,19 +105,6 @@ class DequantisedReader:
         self._stored.close()
 
 
-def _fp8_block(path: Path) -> tuple[int, int]:
-    config = read_json(path / "config.json")
-    block = (config.get("quantization_config") or {}).get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-        raise ModelError(
-            path / "config.json",
-            why=f"quantization_config.weight_block_size = {block!r} is not two sizes, such as "
-            "[128, 128], and the weights have factors for blocks",
-            fix="get the model's config.json again",
-        )
-    return tuple(block)
-
-
 def check_readable(quantization: Any, where: str = "config.json") -> None:
     """Refuses `quantization_config` of a config.json, found at `where`, unless `dequantise` undoes it."""
     if not quantization:
@@ -133,13 +112,9 @@ def check_readable(quantization: Any, where: str = "config.json") -> None:
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     if method == "mxfp4" or (method == "fp8" and fmt == "e4m3" and quantization.get("weight_block_size")):
         return
-    names = ("bits", "fmt", "format", "quant_algo", "load_in_4bit", "load_in_8bit", "weight_block_size")
-    details = ", ".join(f"{name} {quantization[name]!r}" for name in names if quantization.get(name) is not None)
     raise ModelError(
         where,
-        why="quantization_config has quant_method "
-        f"{method!r}{f' ({details})' if details else ''}, and weights of that kind "
-        "cannot be read",
+        why=f"quantization_config {shorten_value(quantization, 200)} is of a kind that cannot be read",
         fix="fp8 of e4m3 with weight_block_size and mxfp4 can, and so can the model that it was made from, in bfloat16",
     )
 

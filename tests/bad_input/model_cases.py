@@ -52,20 +52,20 @@ def remove(*names: str) -> Callable[[Workspace], None]:
     return lambda workspace: [(workspace.root / "model" / name).unlink() for name in names]
 
 
-def fifo(workspace: Workspace) -> None:
+def dead_link(workspace: Workspace) -> None:
     remove("chat_template.jinja")(workspace)
-    os.mkfifo(workspace.root / "model/chat_template.jinja")
+    os.symlink("nothing", workspace.root / "model/chat_template.jinja")
 
 
 CASES = [
     # config.json.
     Case("no config.json", "model.path", ("has no config.json",), edit=remove("config.json")),
-    Case("no theta", "model/config.json", ("rope_parameters.rope_theta = 0 is not a number above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
+    Case("no theta", "model/config.json", ("rope_theta 0 is not above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
     # Weights.
     Case("lost shard", "model", ("model-00001-of-00002.safetensors", "get the missing files"), edit=lost_shard),
     Case("missing tensor", "model", (f"1 missing ({UP})",), edit=tensors(lambda t: t.pop(UP))),
     # Tokenizer.
     Case("no tokenizer", "model", ("holds no tokenizer", "tokenizer.save_pretrained"), edit=remove("tokenizer.json")),
-    Case("a FIFO for a template", "model/chat_template.jinja", ("is a FIFO",), edit=fifo),
+    Case("a dead link", "model/chat_template.jinja", ("is a link that leads to no file",), edit=dead_link),
     Case("another tokenizer", "rows.jsonl:", ("vocab_size 10", "belongs to the model"), ("model.init=random",), fields(vocab_size=10)),
 ]  # fmt: skip

@@ -38,8 +38,8 @@ PLANTED = {
         "weights/algebra.py",
         (
             (
-                "    for group in range(groups):\n        for source, rows in enumerate(per_group):\n",
-                "    for source, rows in enumerate(per_group):\n        for group in range(groups):\n",
+                "for group in range(groups) for source, start, count in of_group]",
+                "for source, start, count in of_group for group in range(groups)]",
             ),
         ),
         "--layouts tp2", "tp2+sp", "log-probs", ".self_attn.",

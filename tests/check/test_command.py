@@ -110,7 +110,7 @@ def test_a_command_brings_what_is_checked(place, monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_save_writes_what_somebody_elsewhere_needs(place, monkeypatch, tmp_path):
     """The rows of --json, with machine, versions and words, in a file that names neither the host nor the folder.
 

@@ -38,12 +38,13 @@ def test_a_planted_fault_is_found_by_name(place, tmp_path, name):
         source = source.replace(text, replacement)
     file.write_text(source, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "mrl", "check", "sft.yaml", *fault.words.split(), "--json"],
+        [sys.executable, "-m", "mrl", "check", "sft.yaml", *fault.words.split(), "--json", "--save", "check.json"],
         env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, cwd=place, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)
+    assert json.loads((place / "check.json").read_text())["check"] == found
     verdicts = {row["layout"]: row for row in found["rows"]}
     assert [row for row in fault.same if verdicts[row]["verdict"] != "same"] == []
     if fault.row:

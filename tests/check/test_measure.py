@@ -27,7 +27,7 @@ def measured(world: int, work, fault: str = "none"):
 @pytest.mark.parametrize(
     ("world", "backend", "parallel"),
     nightly_but(
-        [(1, "megatron", "dp1"), (2, "megatron", "tp2"), (2, "fsdp", "dp2")],
+        [(2, "megatron", "tp2"), (2, "fsdp", "dp2")],
         [
             (1, "megatron", "dp1"),
             (2, "megatron", "tp2"),

@@ -16,7 +16,7 @@ from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
-from mrl.check.measure import LayoutWork, StepNumbers, Store
+from mrl.check.measure import LayoutWork, StepNumbers
 from mrl.check.routers import undecided_tokens
 from mrl.config.schema import OptimizerConfig
 from tests.engine import tiny
@@ -66,8 +66,7 @@ def make(
     made = reference.run(model, examples, reference.Loss(), optimizer=OPTIMIZER, rates=[OPTIMIZER.lr])
     store = place / "reference"
     store.mkdir()
-    numbers = StepNumbers(made.loss, made.grad_norm, made.log_probs)
-    Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
+    StepNumbers(made.loss, made.grad_norm, made.log_probs, start, made.gradients, made.weights).save(store)
     return Checked(folder, batch, str(store), dtype, narrow)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
-from mrl.convert import exporting, sources, workspace
+from mrl.convert import exporting, workspace
 from mrl.convert.opening import open_any
 from tests.convert.test_refused import invoke
 from tests.engine import tiny
@@ -26,9 +26,14 @@ STACKED = dataclasses.replace(LORA, target_modules=("q_proj", "experts.gate_up_p
 """For gpt_oss, whose experts all-linear leaves alone."""
 KINDS = [
     ("llama", "lm", "float32", "fsdp"),
-    ("llama", "lm", "bfloat16", "fsdp"),
     ("llama", "value", "float32", "fsdp"),
-    ("qwen3_moe", "lm", "float32", "fsdp"),
+    *(
+        pytest.param(*kind, "fsdp", marks=pytest.mark.nightly)
+        for kind in (
+            ("llama", "lm", "bfloat16"),
+            ("qwen3_moe", "lm", "float32"),
+        )
+    ),
     ("gpt_oss", "lm", "bfloat16", "fsdp"),
     ("deepseek_v3", "lm", "bfloat16", "fsdp"),
     ("llama", "lm", "float32", "megatron"),
@@ -171,12 +176,8 @@ def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):
         patched.setattr(exporting, "write_chat_template", interrupted)
         with pytest.raises(KeyboardInterrupt):
             exporting.export_adapter(run, out)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "template.jinja"] and not synced
-    waited, check = [], sources.Source.check
-    noted = lambda source, *, wait=True: (waited.append((wait, out.exists())), check(source, wait=wait))  # noqa: E731
-    monkeypatch.setattr(sources.Source, "check", noted)
+    assert not out.exists() and not synced
     exporting.export_adapter(run, out)
-    assert (True, False) in waited, "a file that is damaged ends it before"
     names = ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
     assert sorted(file.name for file in out.iterdir()) == names
     assert {(name, False) for name in names} <= set(synced)
@@ -218,14 +219,7 @@ def test_whole_weights_beside_adapters_are_told_how_to_merge(made, tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     done = invoke("export", tmp_path / "adapter", tmp_path / "out")
-    assert done.exit_code == 2 and ".weight whole" in done.output and "merge_and_unload" in done.output
-
-
-def test_an_adapter_over_a_model_without_a_table_is_told_how_to_merge(tmp_path):
-    base = tiny.make_model(str(tmp_path / "base"), "granite")
-    tiny.make_adapter(str(tmp_path / "adapter"), base, LORA)
-    done = invoke("export", tmp_path / "adapter", tmp_path / "out")
-    assert done.exit_code == 2 and "over a 'granite' model" in done.output and "merge_and_unload" in done.output
+    assert done.exit_code == 2 and "merge_and_unload" in done.output
 
 
 def test_an_adapter_folder_is_exported_merged(made, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import shutil
@@ -48,26 +47,11 @@ def flip(file: pathlib.Path) -> None:
     file.write_bytes(data)
 
 
-def dangling(file: pathlib.Path) -> None:
-    file.unlink()
-    file.symlink_to("nothing")
-
-
-def looping(file: pathlib.Path) -> None:
-    file.unlink()
-    file.symlink_to(file.name)
-
-
-def fifo(file: pathlib.Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 def unlink(file: pathlib.Path) -> None:
     file.unlink()
 
 
-DAMAGE = {"flipped": flip, "deleted": unlink, "looping": looping, "fifo": fifo}
+DAMAGE = {"flipped": flip, "deleted": unlink}
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -84,32 +68,13 @@ def test_an_export_refuses_what_the_import_did_not_write(imported, tmp_path, how
     assert run("export", imported, tmp_path / "out")[0] == 0
 
 
-LINKS = {
-    "dangling": (dangling, "is a link that leads to no file (nothing: No such file or directory)"),
-    "looping": (looping, "Too many levels of symbolic links"),
-    "fifo": (fifo, "is a FIFO, and a model has a file of that name"),
-}
-
-
-@pytest.mark.parametrize("how", LINKS)
-def test_an_import_passes_over_no_link_and_no_fifo(source, tmp_path, how):
-    damage, words = LINKS[how]
+def test_an_import_passes_over_no_dead_link(source, tmp_path):
     shutil.copytree(source, tmp_path / "hf")
-    for name in ("tokenizer.json", TEMPLATE):
-        damage(tmp_path / "hf" / name)
-        code, said = run("import", tmp_path / "hf", tmp_path / "out")
-        assert code == 2 and said.count("\n") == 1 and f"{tmp_path / 'hf' / name}: " in said and words in said, said
-        assert os.listdir(tmp_path) == ["hf"]
-        (tmp_path / "hf" / name).unlink()
-
-
-def test_a_folder_of_templates_that_is_a_loop_is_refused(source, tmp_path):
-    shutil.copytree(source, tmp_path / "hf")
-    shutil.rmtree((tmp_path / "hf" / TEMPLATE).parent)
-    looping_folder = tmp_path / "hf" / TEMPLATE.split("/")[0]
-    looping_folder.symlink_to(looping_folder.name)
+    (tmp_path / "hf/tokenizer.json").unlink()
+    (tmp_path / "hf/tokenizer.json").symlink_to("nothing")
     code, said = run("import", tmp_path / "hf", tmp_path / "out")
-    assert code == 2 and "Too many levels of symbolic links" in said and not (tmp_path / "out").exists()
+    assert code == 2 and said.count("\n") == 1 and "hf/tokenizer.json: is a link that leads to no file" in said, said
+    assert not (tmp_path / "out").exists()
 
 
 def test_links_are_followed_to_their_files(source, tmp_path):
@@ -136,15 +101,3 @@ def test_an_export_of_a_run_that_began_with_an_import(imported, tmp_path):
     flip(other / "tokenizer_config.json")
     code, said = run("export", imported, tmp_path / "out", "--model", other)
     assert code == 2 and "the content of tokenizer_config.json has changed" in said, said
-
-
-def test_what_was_added_and_imports_of_before(imported, tmp_path):
-    """Their COMPLETE knows config.json alone: what else they hold is copied, and named."""
-    marker = json.loads((imported / "COMPLETE").read_text())
-    for name in ("tokenizer.json", TEMPLATE):
-        del marker["files"][name]
-    (imported / "COMPLETE").write_text(json.dumps(marker))
-    done = export_hf(imported, tmp_path / "back")
-    [note] = done.notes
-    assert note.startswith(f"{TEMPLATE}, tokenizer.json: copied as found in {imported}, where the import did not")
-    assert (tmp_path / "back" / TEMPLATE).is_file()

@@ -21,6 +21,7 @@ from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run as mrl_convert
 from tests.engine.harness import run_case
+from tests.tiers import in_tiers
 from tests.trainers import tiny_runs
 from tests.trainers.rl import tiny_policies
 
@@ -33,8 +34,7 @@ def train(command: str, path: str) -> None:
     importlib.import_module(f"mrl.trainers.{command}").run(load_config(path, (), root))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "backend"), [(2, "megatron"), (1, "fsdp")])
+@pytest.mark.parametrize(("size", "backend"), in_tiers([], [(2, "megatron")], [(2, "megatron"), (1, "fsdp")]))
 def test_sft_from_an_import(tmp_path, size, backend):
     tiny_runs.make_inputs(tmp_path)
     import_hf(tmp_path / "model", tmp_path / "mcore")

@@ -61,12 +61,8 @@ def test_signs_of_zero_and_nan_count(hf, tmp_path):
     assert verify(tmp_path / "a", tmp_path / "a", "--no-logits")[0] == 0
     assert verify(tmp_path / "nan", tmp_path / "nan", "--no-logits")[0] == 0
     assert verify(tmp_path / "a", tmp_path / "b", "--no-logits")[0] == 2
-    code, found = verify(tmp_path / "nan", tmp_path / "nan")
-    assert code == 0 and found["same"] and found["logits"][0]["not_finite"] > 0, "the same bits compute the same NaN"
     code, found = verify(tmp_path / "a", tmp_path / "nan")
     assert code == 2 and not any(row["max_difference"] == 0 for row in found["logits"])
-    code, said = run("import", tmp_path / "nan", tmp_path / "mcore", "--verify")
-    assert code == 0 and (tmp_path / "mcore").is_dir(), said
 
 
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -81,30 +77,16 @@ def test_buffers_that_follow_from_the_config_are_no_difference(hf, tmp_path):
     code, said = run("import", source, tmp_path / "mcore", "--verify", "--no-logits")
     assert code == 0 and sorted(os.listdir(tmp_path)) == ["hf", "mcore"], said
     code, found = verify(source, hf("llama", shard="1GB"), "--no-logits")
-    assert code == 0 and found["tensors"] == len(held) and found["not_compared"] == [INV_FREQ]
+    assert code == 0 and found["tensors"] == len(held)
 
 
-def test_dtypes_that_differ_inside_one_tensor_are_the_same_model(hf, tmp_path):
-    """An import holds q, k and v in one tensor, whose dtype holds all three exactly. Elsewhere, another dtype is a difference."""
-    source, wrong = tmp_path / "hf", tmp_path / "wrong"
+def test_another_dtype_is_a_difference(hf, tmp_path):
+    source = tmp_path / "hf"
     shutil.copytree(hf("llama", shard="1GB"), source)
     held, name = load_file(source / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
     save_file(held | {name: held[name].bfloat16()}, source / "model.safetensors", {"format": "pt"})
-    code, said = run("import", source, tmp_path / "mcore", "--verify")
-    assert code == 0 and sorted(os.listdir(tmp_path)) == ["hf", "mcore"], said
-    code, found = verify(tmp_path / "mcore", source, "--no-logits")
-    assert code == 0 and found["widened"] == [name] and found["differences"] == []
-    shutil.copytree(source, wrong)
-    changed = held[name].bfloat16()
-    changed.view(torch.int16)[3, 4] ^= 1
-    save_file(held | {name: changed}, wrong / "model.safetensors", {"format": "pt"})
-    code, found = verify(tmp_path / "mcore", wrong, "--no-logits")
-    assert code == 2 and found["differences"][0].startswith(f"{name}: 1 entries differ") and found["widened"] == []
     code, found = verify(hf("llama", shard="1GB"), source, "--no-logits")
-    assert code == 2 and found["differences"] == [f"{name}: dtype F32 and BF16"]
-    save_file({n: t.bfloat16() for n, t in held.items()}, wrong / "model.safetensors", {"format": "pt"})
-    code, found = verify(tmp_path / "mcore", wrong, "--no-logits")
-    assert code == 2 and len(found["differences"]) == len(held), "all of fp32 is another model than all of bf16"
+    assert code == 2 and found["differences"] == [f"{name}: F32 [16, 32] and BF16 [16, 32]"]
 
 
 def test_experts_of_an_odd_width(hf, tmp_path):

@@ -11,15 +11,12 @@ OF_METRICS = (
         "algorithms/test_losses.py",
         ('"actor/clip_fraction_low": policy.clipped_T & (ratio_T < 1)', '"actor/clip_fraction_low": policy.clipped_T & (ratio_T > 1)'),
         ('"actor/importance_limited": weights.limited_T', '"actor/importance_limited": weights.weight_T == 0'),
-        ('"critic/clip_fraction": value.clipped_T', '"critic/clip_fraction": ~value.clipped_T'),
     ),
     *_of(
         "algorithms/preference.py",
         "algorithms/test_preference.py::test_metrics_are_means_weighted_by_rows",
         ('"rewards/rejected": "rejected",', '"rewards/rejected": "chosen",'),
         ('"rewards/margin": "pairs",', '"rewards/margin": "chosen",'),
-        ("torch.where(of.chosen_S, 1.0, -1.0) * is_paired_S(data)", "torch.where(of.chosen_S, 1.0, -1.0)"),
-        ("(weights_S * behind_S).sum() / 2", "behind_S.sum() / 2"),
     ),
     *_of(
         "algorithms/distill.py",
@@ -31,8 +28,6 @@ OF_METRICS = (
         MEASURED,
         ('"rollout/finished": len(finished) / len(lengths)', '"rollout/finished": len(finished) / groups'),
         ("(sum(lengths) + sum(beside)) / self.rollout_s", "sum(lengths) / self.rollout_s"),
-        ("(equal + rejected) / (groups + rejected)", "equal / groups"),
-        ('        row["reward/faults"] += len(self.greedy[1].faults)\n', ""),
     ),
     *_of("trainers/rl/invariants.py", MEASURED, ('fields["old_log_probs"].double())[trained_T].abs()', 'fields["old_log_probs"].double())[trained_T]')),
     *_of("trainers/rl/teachers.py", MEASURED, ('fields["ref_log_probs"].double(), "k1")\n    return', 'fields["ref_log_probs"].double(), "k3")\n    return')),
@@ -62,7 +57,6 @@ OF_METRICS = (
         ),
         ("1 - sum(finished) / len(finished)", "1 - sum(finished) / len(rows)"),
         ("statistics.is_bounded([*first_P, *second_P])", "statistics.is_bounded(first_P)"),
-        ('"values": [values[i] for i in part],', '"values": [scores.totals[i] for i in part],'),
     ),
     *_of(
         "inference/statistics.py",

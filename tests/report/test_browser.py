@@ -80,7 +80,6 @@ def test_every_chart_of_a_run_is_drawn(tab, tmp_path):
     tab.open(write(tmp_path / "out", made_runs.make_rl(tmp_path / "run")))
     charts = tab.js("[...document.querySelectorAll('[data-chart]')].map((node) => node.dataset.chart)")
     [reader] = readers([str(tmp_path / "run")])
-    reader.read()
     assert charts == [chart.key for chart in charts_of(reader.run().table.curves)]
     for chart in charts:
         widths = drawn(tab, chart)

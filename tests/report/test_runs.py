@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import pytest
@@ -53,44 +52,14 @@ def test_keys_by_their_dotted_names():
 
 
 def test_folders_that_are_no_run():
-    for name in ("runs/a", "runs/b", "runs/c", "runs/d", "runs/e"):
-        made_runs.make_sft(pathlib.Path(name))
-    assert (
-        refusal("runs/nothing")
-        == "runs/nothing: there is no such folder; give the output_dir of a run, as in runs/demo"
-    )
-    assert refusal("runs") == "runs: is no run; 5 runs are in it; give runs/a runs/b runs/c runs/d (and 1 more)"
-    os.makedirs("model")
-    pathlib.Path("model/config.json").write_text("{}")
-    assert refusal("model") == "model: is a folder of a model; give the output_dir of a run, which has metrics.jsonl"
-    os.makedirs("runs/a/hf")
-    pathlib.Path("runs/a/hf/config.json").write_text("{}")
-    above = f"of the run in {os.path.realpath('runs/a')}; give runs/a"
-    assert refusal("runs/a/hf") == f"runs/a/hf: is a folder {above}"
-    assert refusal("runs/a/metrics.jsonl") == f"runs/a/metrics.jsonl: is a file {above}"
-    os.makedirs("empty")
-    assert refusal("empty") == "empty: has no metrics.jsonl; give the output_dir of a run, as in runs/demo"
-    assert refusal("model/config.json").startswith("model/config.json: is a file; give the output_dir of a run")
-    assert refusal("runs/a", "runs/b", "runs/../runs/a") == "runs/a: is named twice; name each run once"
-
-
-def test_paths_and_files_that_cannot_be_looked_at():
-    assert "is no path that can be looked at (File name too long); give the output_dir" in refusal("x" * 300)
-    run = made_runs.make_sft(pathlib.Path("a"))
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").mkdir()
-    assert refusal("a") == "a/metrics.jsonl: cannot be read (Is a directory); make it a file that you may read"
-
-
-def test_runs_without_a_step():
-    run = made_runs.make_run(pathlib.Path("a"), [])
-    assert refusal("a") == "a: metrics.jsonl has no step yet; wait for its first step, or give --watch"
-    (run / "metrics.jsonl").write_text("<html>\n")
-    assert refusal("a").startswith("a: no line of metrics.jsonl is a row of metrics (an object with a step)")
-    (run / "metrics.jsonl").unlink()
-    assert refusal("a") == "a: has no metrics.jsonl: that run has made no step; wait for one, or give --watch"
-    [reader] = readers(["a"], may_be_empty=True)
-    assert not reader.rows and reader.run().progress == "step 0 of 20, not running"
+    made_runs.make_sft(pathlib.Path("runs/a"))
+    says = ": has no metrics.jsonl with a step; give the output_dir of a run, as in runs/demo, or --watch"
+    for name in ("runs/nothing", "runs", "runs/a/metrics.jsonl"):
+        assert refusal(name).startswith(name + says)
+    made_runs.make_run(pathlib.Path("b"), [])
+    assert refusal("b").startswith("b" + says)
+    [reader] = readers(["b"], may_be_empty=True)
+    assert reader.run().progress == "step 0 of 20, not running"
 
 
 def test_names_are_as_long_as_it_takes():
@@ -117,16 +86,9 @@ def test_whether_it_runs(tmp_path):
     assert half.run().progress == "step 10 of 20, not running"
 
 
-def test_other_starts_where_the_files_say_so(tmp_path):
-    rows = [
-        (step, made_runs.sft_row(step) | {"perf/memory_gb": gb}) for step, gb in enumerate([2, 3, 3, 1, 2, 2.5, 2], 4)
-    ]
-    run = made_runs.make_run(tmp_path / "a", rows)
+def test_another_start_is_named(tmp_path):
+    run = made_runs.make_sft(tmp_path / "a")
     with open(run / "config.yaml", "a") as config:
         config.write("checkpoint: {resume: runs/old/checkpoints/step_00000003}\n")
     [reader] = readers([str(run)])
-    assert reader.run().notes == [
-        "it began from the checkpoint runs/old/checkpoints/step_00000003 (checkpoint.resume)",
-        "metrics.jsonl begins with step 4: the run went on here from a checkpoint",
-        "started again before step 7, 10 (seen by the peak memory, which begins anew with a process)",
-    ]
+    assert reader.run().notes == ["it began from the checkpoint runs/old/checkpoints/step_00000003 (checkpoint.resume)"]

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from mrl.report import samples
-from mrl.report.page import as_script_data
-from mrl.report.samples import SampleReader, first_groups, pick_evenly, sample_files
+from mrl.report.samples import SampleReader, first_groups, sample_files
 from mrl.report.token_text import TokenTexts
 from mrl.rollout.samples import write_samples
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
@@ -80,12 +79,6 @@ def test_without_a_tokenizer_tokens_are_ids(run, tmp_path):
     assert "tokenizer.json cannot be read" in " ".join(SampleReader(run).read(100).notes)
 
 
-def test_the_tokenizer_may_be_of_the_model_that_the_run_began_with(tmp_path):
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    run = made_runs.make_rl(tmp_path / "run", model=str(tmp_path / "model"))
-    assert SampleReader(run).read(100).files[0]["samples"][0]["texts"]
-
-
 def test_no_more_samples_than_asked_for(run):
     for most in (1, 2, 5, 8, 13, 30, 1000):
         found = SampleReader(run).read(most)
@@ -97,11 +90,6 @@ def test_no_more_samples_than_asked_for(run):
         ("eval", 0): [(i, 0) for i in range(5)],
     }, "whole groups"
     assert SampleReader(run).read(0).files == [] and "left out the 4 files" in SampleReader(run).read(0).notes[0]
-
-
-def test_files_are_all_along_the_run():
-    assert pick_evenly(list(range(5)), 12) == [0, 1, 2, 3, 4]
-    assert pick_evenly(list(range(100)), 3) == [0, 50, 99] and pick_evenly([1, 2, 3], 1) == [3]
 
 
 def test_groups_are_whole_where_they_fit():
@@ -130,9 +118,7 @@ def test_names_of_files(run):
 
 
 def test_what_is_no_sample_is_said(run):
-    path = made_runs.write_samples(
-        run, "step_00000009.jsonl", [sample(0, 0), 3, {}, sample(0, 1, tokens="x", rewards=None)]
-    )
+    path = made_runs.write_samples(run, "step_00000009.jsonl", [sample(0, 0), 3, {}, sample(0, 1, rewards=None)])
     with path.open("a") as file:
         file.write('{"half": ')
     whole = run / "samples" / "step_00000011.jsonl.gz"
@@ -140,22 +126,9 @@ def test_what_is_no_sample_is_said(run):
     found = SampleReader(run).read(100)
     by_step = {file["step"]: file for file in found.files if file["series"] == "step"}
     assert [sorted(s)[:2] for s in by_step[9]["samples"]] == [["advantage", "completion"]] * 2 + [[]]
-    assert "ids" not in by_step[9]["samples"][1], "its tokens are none, and the rest is shown"
     notes = "\n".join(found.notes)
     assert "step_00000009.jsonl: 2 lines are no sample and left out" in notes
     assert "step_00000011.jsonl.gz: cannot be read beyond 0 samples (" in notes
-
-
-def test_numbers_and_nesting_that_no_page_can_have(run):
-    """Python reads whole numbers and lists of any size from JSON."""
-    deep = json.loads("[" * 900 + "]" * 900)
-    changes = {"log_probs": [0.0, 0.0, -(10**400), float("nan"), True], "conversation": deep, "advantage": 10**400}
-    no_ids = [sample(0, n, **{name: [1.0] * 4 + [float("nan")]}) for n, name in enumerate(("tokens", "mask"), 1)]
-    made_runs.write_samples(run, "step_00000005.jsonl", [sample(0, 0, **changes), *no_ids])
-    shown = next(f for f in SampleReader(run).read(100).files if f["step"] == 5)["samples"]
-    assert shown[0]["log_probs"] == [None, None, 1.0]
-    assert "more is inside of this" in as_script_data(shown)
-    assert [("ids" in one, one["completion"]) for one in shown[1:]] == [(False, "answer 1"), (False, "answer 2")]
 
 
 def test_samples_without_tokens(run):
@@ -175,18 +148,6 @@ def test_long_samples_are_fewer_and_shorter(run, monkeypatch):
     [shown] = [s for f in found.files if f["series"] == "step" for s in f["samples"]]
     assert len(shown["ids"]) == len(shown["log_probs"]) == 4000 and shown["tokens_left_out"] == 5000
     assert len(shown["completion"]) < 21_000 and "[... 30,000 characters left out ...]" in shown["completion"]
-
-
-def test_files_are_read_once(run, monkeypatch):
-    reader = SampleReader(run)
-    first = reader.read(100)
-    read = []
-    monkeypatch.setattr(SampleReader, "_sample", lambda *given: read.append(given))
-    assert reader.read(100) == first and not read
-    monkeypatch.undo()
-    (run / "samples" / "step_00000001.jsonl").unlink()  # the run keeps the newest alone
-    made_runs.write_samples(run, "step_00000007.jsonl", [sample(0, 0)])
-    assert [f["step"] for f in reader.read(100).files] == [3, 5, 7, 0]
 
 
 def test_advantages_of_tokens(run):

@@ -42,10 +42,6 @@ def variant(saved, tmp_path):
 FAULTS = {
     "missing": (lambda w: w.pop(NORM), "1 missing (model.norm.weight)"),
     "missing head": (lambda w: w.pop(HEAD), "1 missing (lm_head.weight), set tie_word_embeddings to true"),
-    "a value head": (
-        lambda w: w.update({"score.weight": w.pop(HEAD)[:1].clone()}),
-        "1 missing (lm_head.weight), the folder holds a sequence classifier or a reward model: give a language model, ",
-    ),
     "unknown": (lambda w: w.update(extra=torch.zeros(1)), "1 left over (extra)"),
     "shape": (lambda w: w.update({NORM: torch.zeros(8)}), f"{NORM} is [8], not [32]"),
     "dtype": (lambda w: w.update({NORM: w[NORM].to(torch.int8)}), f"{NORM} is I8"),
@@ -62,28 +58,12 @@ def test_one_message_names_the_tensor(variant, fault):
     assert message in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_base_model_without_prefix_is_recognised(variant):
-    def strip(weights):
-        names = list(weights)
-        for name in names:
-            weights[name.removeprefix("model.")] = weights.pop(name)
-        weights.pop(HEAD)
-
-    with pytest.raises(ModelError, match="39 missing .* and 36 more.*holds a base model.*38 left over"):
-        check(variant(strip))
-
-
 def test_everything_wrong_is_in_one_message():
     found = {"a": TensorInfo("F32", (2,)), "b": TensorInfo("I32", (3,)), "c": TensorInfo("BF16", (1,))}
     with pytest.raises(ModelError) as error:
         account(found, {"a": (3,), "b": (3,), "d": (1,)}, where="here")
     for part in ("here:", "1 missing (d)", "1 left over (c)", "a is [2], not [3]", "b is I32"):
         assert part in str(error.value)
-
-
-def test_what_the_caller_makes_or_leaves_is_allowed():
-    found = {"a": TensorInfo("F32", (2,)), "x": TensorInfo("I8", (9,))}
-    assert account(found, {"a": (2,), "score": (1, 2)}, may_lack=["score"], may_have=["x"]) == ["score"]
 
 
 def test_rotary_buffers_of_old_files_are_left_unread(variant):

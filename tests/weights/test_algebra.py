@@ -124,8 +124,6 @@ def test_chunk_plans_hold_every_layer_once(pp, vpp, extra):
     ("kind", "shapes", "sizes", "message"),
     [
         ("column", [(6, 2)], {}, "engine.parallel.tp: value 4 does not divide the size 6 of dimension 0 of hf.0"),
-        ("row", [(2, 6)], {}, "engine.parallel.tp: value 4 does not divide the size 6 of dimension 1 of hf.0"),
-        ("gate_up", [(6, 2), (6, 2)], {}, "engine.parallel.tp: value 4 does not divide the size 6"),
         ("qkv", [(12, 2), (6, 2), (6, 2)], {"heads": 6, "groups": 3}, "4 does not fit the model's 6 attention heads"),
         ("qkv", [(24, 2), (6, 2), (6, 2)], {"heads": 12, "groups": 3}, "12 attention heads and 3 KV heads"),
     ],

@@ -8,8 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from mrl.errors import ModelError
-from mrl.weights.families import FAMILIES, family_for
+from mrl.weights.families import FAMILIES, family_for, fields_of
 from mrl.weights.hf_config import normalize, read_hf_config
+from mrl.weights.rules import expected_hf_names
+from tests.engine import tiny
 from tests.weights.models import MODELS, MOE
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -68,9 +70,10 @@ def test_a_missing_key_means_transformers_default(model_type):
         (None, "no such file"),
         ("{", "not readable as JSON"),
         ("[]", "holds a JSON list"),
+        ('{"x": ' + "[" * 30_000 + "]" * 30_000 + "}", "it nests too deep"),
         ("{}", "model_type None is not a name"),
-        ('{"model_type": "llama", "hidden_size": "big"}', "hidden_size = 'big' is not a whole number"),
-        ('{"model_type": "llama", "pad_token_id": "big"}', "transformers refuses it"),
+        ('{"model_type": "llama", "hidden_size": "big"}', "transformers refuses it: .*hidden_size"),
+        ('{"model_type": "llama", "rope_theta": 0}', "rope_theta 0.* is not above 1"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text, message):
@@ -85,3 +88,35 @@ def test_an_unknown_family_lists_the_known_ones(tmp_path):
     write(tmp_path, {"model_type": "gpt2"})
     with pytest.raises(ModelError, match="'gpt2' is not supported; supported are .*llama, mistral"):
         family_for(read_hf_config(tmp_path))
+
+
+NAMES = {model_type: name for name, (model_type, _) in reversed(tiny.FAMILIES.items())} | {"llama": "llama3"}
+PUBLISHED = {
+    "meta-llama/Llama-3.2-1B": ("llama", {"rope_parameters": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "lmsys/vicuna-7b-v1.5-16k": ("llama", {"max_sequence_length": 16384, "pad_token_id": 0}),
+    "unsloth/Llama-3.2-1B": ("llama", {"unsloth_fixed": True, "unsloth_version": "2024.9"}),
+    "mistralai/Mistral-Nemo-Base-2407": ("mistral", {"max_position_embeddings": 1024000, "sliding_window": None}),
+    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 4096}),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (
+        "qwen3_moe", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True, "max_window_layers": 28},
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral", {"router_jitter_noise": 0.0, "head_dim": None}),
+    "moonshotai/Kimi-K2-Instruct as deepseek_v3": (
+        "deepseek_v3", {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "rope_parameters": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        }},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_say_is_accepted(name):
+    """Fields and values of config.json files on the hub, in the tiny model of their family."""
+    model_type, changes = PUBLISHED[name]
+    whole = json.loads(tiny.config_of(NAMES[model_type]).to_json_string())
+    for field, value in changes.items():
+        whole[field] = whole[field] | value if isinstance(value, dict) else value
+    config = normalize(whole)
+    fields_of(config)
+    assert expected_hf_names(FAMILIES[model_type], config)

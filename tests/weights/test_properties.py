@@ -66,7 +66,7 @@ def configs(draw: st.DrawFn, model_type: str, layout: ParallelDims) -> dict[str,
     return normalize(config)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(["local", "te"]))
 def test_split_then_merge_is_the_identity(data: st.DataObject, model_type: str, spec: str):
     layout = data.draw(layouts(bool(FAMILIES[model_type].sparse)))

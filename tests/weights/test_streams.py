@@ -1,11 +1,9 @@
-"""`hf_to_mcore` and `mcore_to_hf`: the shards that an engine would load, from a stream in any order, and the way back.
+"""`hf_to_mcore` and `mcore_to_hf`: whose memory shards are, and streams that are not the model.
 
-Every family in layouts that are drawn: test_properties.py.
+Their numbers: test_properties.py, and test_mbridge.py with an independent oracle.
 """
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
@@ -14,17 +12,6 @@ from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from mrl.weights import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from tests.weights.models import LAYOUTS
-from tests.weights.test_round_trip import load_all
-
-CASES = [
-    ("llama", "tp4", False),
-    ("llama", "pp3_uneven", True),
-    ("qwen2", "pp2xvpp2", True),
-    ("qwen3_moe", "tp2xpp2xep2", True),
-    ("mixtral", "ep2xetp2", False),
-    ("deepseek_v3", "tp2xep2_etp1", False),
-    ("gpt_oss", "tp2xpp2xvpp2xep4", False),
-]
 
 
 @pytest.fixture
@@ -37,30 +24,6 @@ def model(saved):
         return config, family_for(config), hf.weights
 
     return get
-
-
-def shuffled(items, seed=0):
-    items = list(items)
-    random.Random(seed).shuffle(items)
-    return items
-
-
-@pytest.mark.parametrize(("name", "layout", "tied"), CASES)
-def test_shards_are_those_of_the_rules_and_merge_again(model, name, layout, tied):
-    config, family, weights = model(name, tied)
-    layout = LAYOUTS[layout]
-    shards = [
-        (rank, *found)
-        for rank in range(layout.world_size)
-        for found in hf_to_mcore(shuffled(weights.items(), rank), family, layout, rank, hf_config=config)
-    ]
-    expected, _ = load_all(weights.__getitem__, family, config, layout)
-    for rank, chunk, mcore, shard in shards:
-        assert torch.equal(shard, expected.pop((rank, chunk, mcore))), (rank, mcore)
-    assert not expected
-    back = dict(mcore_to_hf(shuffled(shards), family, layout, hf_config=config))
-    assert back.keys() == weights.keys()
-    assert all(torch.equal(back[n], weights[n]) for n in weights)
 
 
 def test_memory_is_this_ranks_own(model):

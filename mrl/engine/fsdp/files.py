@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from mrl.errors import ModelError
-from mrl.weights.accounting import SCORE, account, check_carried, equal_tensors, follows_from_config
+from mrl.weights.accounting import SCORE, account, equal_tensors, follows_from_config
 from mrl.weights.algebra import Shape
 from mrl.weights.safetensors_io import DTYPES, SafetensorsReader, TensorInfo
 
@@ -183,7 +183,6 @@ class StoredFolder:
         left = [key for key in found if key not in expected and key not in unread]
         carried = self._carried(left)
         absent = account(found, expected, where=str(self.reader.path), may_lack=may_lack, may_have=unread | carried)
-        check_carried(self.reader, carried)
         return FolderNames(whole, parts, copies, {key: found[key] for key in left}), absent
 
     def _carried(self, keys: Sequence[str]) -> set[str]:
