@@ -291,8 +291,6 @@ ON_GPUS = (
         ("config = automatic.sampled_by(given, backend)", "pass"),
     ),
     *_of(
-    ),
-    *_of(
         "trainers/used_folder.py",
         "trainers/test_loops.py",
         ('return last is None or last["step"] != step - 1', "return last is None"),
@@ -325,10 +323,6 @@ ON_GPUS = (
         "engine/test_torch_dist.py",
         ('yield block.to("cpu", copy=True, memory', 'yield block.to("cpu", memory'),
         ("_added(box.offsets, at), data, box.padded)", "_added(box.offsets, at), data)"),
-    ),
-    *_of(
-        "engine/offload.py",
-        "engine/test_offload.py::test_what_is_in_use_stays_until_its_last_user_has_done",
     ),
 )  # fmt: skip
 
