@@ -68,6 +68,16 @@ def samples_path(folder: str, step: int, series: Series = "step") -> str:
     return f"{path}{COMPRESSED}" if os.path.exists(f"{path}{COMPRESSED}") and not os.path.exists(path) else path
 
 
+def _write_whole(path: pathlib.Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_samples(
     folder: str,
     step: int,
@@ -121,13 +131,7 @@ def write_samples(
     other = path + COMPRESSED
     if compress:
         path, other, content = other, path, gzip.compress(content, mtime=0)  # equal samples are equal bytes
-    temporary = pathlib.Path(f"{path}.{os.getpid()}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    _write_whole(pathlib.Path(path), content)
     pathlib.Path(other).unlink(missing_ok=True)  # of a run that was started again with another config
     return path
 
