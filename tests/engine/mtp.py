@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mrl.batch import Batch, make_batch
+from mrl.batch import Batch
 from mrl.check.reference import delta_rule_by_tokens
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.base import PLAIN_CTX, BaseEngine
@@ -202,15 +201,6 @@ def resumes(config: RoleConfig, out: str, parallel: Sequence[dict[str, Any]]) ->
         differ = [tiny.relative_l2(value, weights[name]) if weights else 0.0 for name, value in other.hf_weights()]
         far[str(layout)] = max(differ, default=0.0)
     return {"far": far, "weights": weights}
-
-
-def learns_copies(config: RoleConfig, steps: int) -> list[float]:
-    """Returns the MTP loss of each step. Each sequence is one of six random tokens three times; the copies train."""
-    engine, rng, losses = make_engine(config), random.Random(0), []
-    for _ in range(steps):
-        heads = [[rng.randrange(3, 20) for _ in range(6)] for _ in range(16)]
-        losses.append(_trained(engine, make_batch([3 * head for head in heads], [[0.0] * 6 + [1.0] * 12] * 16))[1])
-    return losses
 
 
 def _update(engine: BaseEngine, seed: int) -> tuple[float, float]:

@@ -55,18 +55,6 @@ def test_one_step_is_the_papers(tmp_path, family, layers, world, parallel, cut):
     assert found["norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_their_loss_falls(tmp_path, family):
-    """From that of a random layer, below the 2.8 of 17 tokens at random, to that of copies."""
-    folder = mtp.make_model(str(tmp_path / "model"), family)
-    optimizer = dataclasses.replace(tiny.OPTIMIZER, lr=3e-3)
-    config = tiny.role(folder, backend="megatron", size=16, total_steps=2000, optimizer=optimizer)
-    config = dataclasses.replace(config, mtp=MTPConfig(loss_weight=WEIGHT))
-    losses = run_case(1, "tests.engine.mtp:learns_copies", config=config, steps=200)
-    assert losses[0] > 4 and max(losses[-10:]) < 0.1, losses[::20]
-
-
 DETACHED = [
     ("deepseek_v3", 2, 1, {}, {"size": 1}),
     ("glm4_moe", 1, 1, {}, {"size": 2, "packing": False, "recompute": "full"}),

@@ -121,22 +121,6 @@ def test_on_two_ranks(folder, family, options):
     assert found["full"] < found["default"] < found["layernorm"] < found["none"]
 
 
-def notes(config: RoleConfig) -> tuple[list[str], list[str]]:
-    """Returns the lines of a run, and those before it."""
-    from mrl.engine.megatron.engine import MegatronEngine
-    from mrl.weights.hf_config import read_hf_config
-
-    engine, hf = MegatronEngine(config), read_hf_config(config.model.path)
-    return engine.notes, MegatronEngine.notes_on(config.model, config.engine, engine.model.dims, hf)
-
-
-def test_a_run_says_what_it_computes_again(folder):
-    config = with_modules(tiny.role(folder("mixtral"), backend="megatron"), None)
-    in_run, before = run_case(1, f"{__name__}:notes", config=config)
-    assert before[0].startswith("engine.layer_spec: local") and in_run == before[1:], "a CPU has one spec"
-    assert in_run[-1] == "engine.recompute: selective computes layernorm, moe again (docs/layouts.md)"
-
-
 def chosen(modules: list[str] | None, spec: str | None, **fields: Any) -> list[str] | str:
     try:
         return recompute_modules(fields, modules, layer_spec=spec)
