@@ -4,7 +4,8 @@ Many objects hold views of the same memory: megatron lays parameters and gradien
 its shards in several places. So no tensor is replaced. A storage is copied to host memory and resized to nothing, and
 later resized and filled again. Every view stays valid.
 
-Copies run in the current stream, behind all of its work, and the host waits for them.
+Copies run in the current stream, which is always the same one, behind all of its work. The host waits for those to the
+host, whose memory on the device is freed.
 """
 
 from __future__ import annotations
@@ -99,9 +100,12 @@ class Offload:
         if not storages:
             self._parked[kind] = _HostStorages([], [], blocks=[])
             return
-        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=storages[0].device.type == "cuda")
-        for host, device in _pairs(storages, sizes, blocks):
-            host.copy_(device)
+        device = storages[0].device
+        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=device.type == "cuda")
+        for there, here in _pairs(storages, sizes, blocks):
+            there.copy_(here, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         self._parked[kind] = _HostStorages(storages, sizes, blocks)
         _shrink(storages)
 
@@ -121,8 +125,8 @@ class Offload:
                 for storage in parked.storages:
                     _bytes(storage).zero_()
             else:
-                for host, device in _pairs(parked.storages, parked.sizes, parked.blocks):
-                    device.copy_(host)
+                for there, here in _pairs(parked.storages, parked.sizes, parked.blocks):
+                    here.copy_(there, non_blocking=True)
         except BaseException:
             _shrink(parked.storages)
             raise
