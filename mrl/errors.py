@@ -89,7 +89,10 @@ def show(value: Any) -> str:
     """Returns a value as the user may have written it, on one line and not too long."""
     if isinstance(value, Shown):
         return value
-    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
+    except (RecursionError, TypeError, ValueError):  # too deep, with dates for keys, or thousands of digits
+        text = "(a value that JSON cannot hold)"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 

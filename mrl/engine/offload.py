@@ -4,7 +4,8 @@ Many objects hold views of the same memory: megatron lays parameters and gradien
 its shards in several places. So no tensor is replaced. A storage is copied to host memory and resized to nothing, and
 later resized and filled again. Every view stays valid.
 
-Copies run in the current stream, behind all of its work, and the host waits for them.
+Copies run in the current stream, behind all of its work. The host waits for those to the host, whose memory on the
+device is freed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 BLOCK = 2**26
 """Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16).
-Blocks of this size lose nothing by that, with any PYTORCH_CUDA_ALLOC_CONF."""
+Blocks of this size lose nothing by that, with any PYTORCH_CUDA_ALLOC_CONF. It keeps a freed block for the next one, and
+waits for copies out of it."""
 
 ALIGNMENT = 512
 """Storages start at multiples of so many bytes in their blocks, as in the device's allocator."""
@@ -49,7 +51,6 @@ class Offload:
         self._users = dict.fromkeys(KINDS, 0)
         self._spent = set(spent)
         self._drop_copies = dict(drop_copies)
-        self._host = HostMemory()
         for kind in KINDS:
             if kind in self.kinds:
                 self.park(kind)
@@ -99,9 +100,14 @@ class Offload:
         if not storages:
             self._parked[kind] = _HostStorages([], [], blocks=[])
             return
-        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=storages[0].device.type == "cuda")
-        for host, device in _pairs(storages, sizes, blocks):
-            host.copy_(device)
+        device = storages[0].device
+        count = -(-sum(map(_aligned, sizes)) // BLOCK)
+        pinned = device.type == "cuda"
+        blocks = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        for there, here in _pairs(storages, sizes, blocks):
+            there.copy_(here, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream(device).synchronize()
         self._parked[kind] = _HostStorages(storages, sizes, blocks)
         _shrink(storages)
 
@@ -121,18 +127,16 @@ class Offload:
                 for storage in parked.storages:
                     _bytes(storage).zero_()
             else:
-                for host, device in _pairs(parked.storages, parked.sizes, parked.blocks):
-                    device.copy_(host)
+                for there, here in _pairs(parked.storages, parked.sizes, parked.blocks):
+                    here.copy_(there, non_blocking=True)
         except BaseException:
             _shrink(parked.storages)
             raise
         del self._parked[kind]
-        self._host.give_back(parked.blocks or [])
 
     def forget(self, kind: str) -> None:
         """Frees the host memory of `kind`, because its owner has dropped the tensors."""
         if kind in self._parked:
-            self._host.give_back(self._parked[kind].blocks or [])
             self._parked[kind] = _HostStorages([], [], blocks=[])
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
@@ -152,28 +156,6 @@ class _HostStorages:
     storages: list[torch.UntypedStorage]
     sizes: list[int]  # bytes of each on the device
     blocks: list[Tensor] | None  # host memory with them, end to end; None if they were dropped
-
-
-class HostMemory:
-    """Holds blocks of host memory for reuse, pinned for a GPU."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Tensor] = []  # all of them
-        self._free: list[Tensor] = []
-
-    def take(self, size: int, *, pinned: bool) -> list[Tensor]:
-        """Returns blocks that hold `size` bytes together."""
-        count = -(-size // BLOCK)
-        while len(self._free) < count:
-            block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)
-            self.blocks.append(block)
-            self._free.append(block)
-        taken = self._free[:count]
-        del self._free[:count]
-        return taken
-
-    def give_back(self, blocks: Sequence[Tensor]) -> None:
-        self._free[:0] = blocks
 
 
 Pair = tuple[Tensor, Tensor]

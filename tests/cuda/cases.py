@@ -231,6 +231,7 @@ def ceilings(case: Case) -> dict[str, float]:
         rf"{between} tolist": 4 * case.vpp,
         rf"{between} to_gpu": 4 * case.vpp,
         r"mrl/engine/(megatron/engine.py most|collective.py to_batch_order) to_gpu": 1,
+        r"mrl/engine/offload.py park .*synchronize": len(case.offload),
     }
 
 
@@ -248,4 +249,5 @@ def step_ceilings(case: Case, updated: int) -> dict[str, float]:
         r"megatron/core/utils.py local_multi_tensor_l2_norm to_gpu": norms,
         r"megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item": norms,
         rf"{host} (cpu|to_gpu)": updated if case.optimizer_on_host else 0,
+        r"mrl/engine/offload.py park .*synchronize": len(case.offload),
     }

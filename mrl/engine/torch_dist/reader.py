@@ -10,9 +10,7 @@ Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import io
 import math
 import os
@@ -129,27 +127,11 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and its parts, sorted by their first entries."""
+    """A tensor of a checkpoint, and its parts."""
 
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
-
-    @functools.cached_property
-    def _starts(self) -> list[int]:
-        return [chunk.offsets[0] for chunk in self.chunks]
-
-    @functools.cached_property
-    def _longest(self) -> int:
-        return max((chunk.sizes[0] for chunk in self.chunks), default=0)
-
-    def parts_near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
-        """Returns the parts that may meet `region`, by the first dimension: of hundreds of experts, those asked for."""
-        if not self.shape:
-            return self.chunks
-        start, stop = region[0]
-        first = bisect.bisect_right(self._starts, start - self._longest)
-        return self.chunks[first : bisect.bisect_left(self._starts, stop)]
 
 
 class TorchDistReader:
@@ -191,7 +173,6 @@ class TorchDistReader:
                 info = where[key, tuple(chunk.offsets)]
                 sizes = tuple(chunk.sizes)
                 chunks.append(Chunk(tuple(chunk.offsets), sizes, info.relative_path, info.offset, info.length))
-            chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
             tensors[key] = tensor
@@ -199,24 +180,22 @@ class TorchDistReader:
 
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """Returns, in new memory, entries `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
-        stored = self.tensors[key]
-        overlaps = [(chunk, _overlap(chunk, region)) for chunk in stored.parts_near(region)]
-        parts = [(chunk, both) for chunk, both in overlaps if both is not None]
-        if len(parts) == 1 and all(
-            n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
-        ):
-            return self._chunk(key, stored.dtype, parts[0][0], [(first, n) for first, _, n in parts[0][1]])
-        whole = torch.empty([stop - start for start, stop in region], dtype=stored.dtype)
-        for chunk, both in parts:
-            into = whole
-            for dim, (_, at, n) in enumerate(both):
-                into = into.narrow(dim, at, n)
-            into.copy_(self._chunk(key, stored.dtype, chunk, [(first, n) for first, _, n in both]))
+        stored, parts = self.tensors[key], []
+        for chunk in stored.chunks:
+            both = _overlap(chunk, region)
+            if both is not None:
+                inside = [(first, first + n) for first, _, n in both]
+                parts.append((chunk, inside, tuple(slice(at, at + n) for _, at, n in both)))
+        sizes = [stop - start for start, stop in region]
+        if len(parts) == 1 and [part.stop - part.start for part in parts[0][2]] == sizes:
+            return self._chunk(key, stored.dtype, *parts[0][:2])
+        whole = torch.empty(sizes, dtype=stored.dtype)
+        for chunk, inside, there in parts:
+            whole[there] = self._chunk(key, stored.dtype, chunk, inside)
         return whole
 
-    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, part: Sequence[tuple[int, int]]) -> Tensor:
-        """Reads entries `first` to `first + n` in each dimension of one chunk."""
-        region = [(first, first + n) for first, n in part]
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, region: Sequence[tuple[int, int]]) -> Tensor:
+        """Reads a region of one chunk."""
         path = self.path / chunk.file
         try:
             with path.open("rb") as file:
