@@ -20,8 +20,8 @@ def path(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Counts", "Counts: it does not exist; the classes there are Answers, Count, Guess"),
-        ("function", "function: it is no class; the classes there are"),
+        ("Counts", "Counts: the file has no class Counts"),
+        ("function", "function: the file has no class function"),
         ("NoStep", "NoStep has no method step; write def step(self, ...)"),
         ("WrongStep", "cannot be called as step(text): too many positional arguments; write def step(self, text)"),
         ("Needs", "cannot be called as Needs(): missing a required argument: 'what'"),
@@ -87,7 +87,7 @@ def test_a_wrong_answer_names_the_environment_the_row_and_what_is_wrong(path, gi
         ("", "reset returned an empty prompt"),
         (
             [{"role": "assistant", "content": "x"}],
-            "reset gave a prompt that cannot be used: prompt has no user turn after",
+            "reset gave a prompt that cannot be used: prompt ends with an assistant turn",
         ),
     ],
 )
