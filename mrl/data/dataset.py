@@ -449,6 +449,6 @@ def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[st
     if name is None:
         return 0
     if name not in teachers:
-        known = f"give one of {', '.join(teachers)}, or rename the field with data.columns={{teacher: teacher_unused}}"
-        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}")
+        fix = "give one that it has, or rename the field with data.columns={teacher: teacher_unused}"
+        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {fix}")
     return 1 + teachers.index(name)

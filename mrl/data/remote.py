@@ -110,7 +110,7 @@ class _ReopeningFile(io.RawIOBase):
         if self._file is None:
             self._file, self._file_at = self.of.open_at(self._at)
         while self._file_at < self._at:
-            self._file_at += len(self._more(self._file, self._at - self._file_at))
+            self._file_at += len(self._more(self._file, min(self._at - self._file_at, SKIPPED_AT_MOST)))
         data = self._more(self._file, most)
         self._file_at += len(data)
         return data
