@@ -101,6 +101,8 @@ class RowDataset(Generic[T]):
         exchange: Exchange = one_process_exchange,
     ) -> None:
         path = config.train if part == "train" else config.eval
+        if path is None:
+            raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
         assert isinstance(path, str), f"data.{part} is {path}, and a dataset is of one path"
         self.config, self.part, self.vocab_size = config, part, vocab_size
         self.path = shown_url(path)

@@ -61,7 +61,7 @@ def test_turns_of_a_role_that_is_left_out(tmp_path):
 def test_a_role_that_may_be_misspelt(tmp_path):
     row = {"messages": [USER, {"role": "assitant", "content": "4"}, ANSWER]}
     [line] = notes(tmp_path, row)
-    assert "a.jsonl:1: the role 'assitant' is not usual; one of system, user, " in line
+    assert "a.jsonl:1: the role 'assitant' is not usual; one of system, " in line
 
 
 @pytest.mark.parametrize("reader", ["sft", "ppo"])
