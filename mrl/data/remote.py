@@ -147,7 +147,7 @@ def is_transient(error: Exception) -> bool:
 
 def read_failure(key: str, url: str, error: Exception) -> SourceError:
     """Returns the line on a file that cannot be read. key: of the config."""
-    fix = "check the address (a signature may have ended) and the network, and start the same command again"
+    fix = "check the address (a signed one expires) and the network, and start the same command again"
     return SourceError(key, why=f"{shown_url(url)} cannot be read ({error_text(error)})", fix=fix)
 
 

@@ -402,7 +402,7 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
         assert "word" not in str(refused.value)
     site.fails = 403
     with pytest.raises(
-        DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; check the address \(a signature"
+        DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; check the address \(a signed one"
     ):
         source(site.url("a.jsonl?signature=old"))
 
