@@ -209,10 +209,10 @@ def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
     bad = invoke("ppo", "ppo.yaml", reward.format("bad"), "--dry-run")
     assert bad.exit_code == 2
     assert bad.stderr == (
-        "mrl: rewards.functions[0].function: mine.py:bad: it does not exist; the functions there are good\n"
+        "mrl: rewards.functions[0].function: mine.py:bad: the file has no function bad; give the name of one\n"
     )
     world = invoke("ppo", "ppo.yaml", "rollout.environment=mine.py:World", "--dry-run")
-    assert world.exit_code == 2 and "rollout.environment: mine.py:World: it does not exist" in world.stderr
+    assert world.exit_code == 2 and "rollout.environment: mine.py:World: the file has no class World" in world.stderr
 
 
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):

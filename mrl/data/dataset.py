@@ -101,6 +101,8 @@ class RowDataset(Generic[T]):
         exchange: Exchange = one_process_exchange,
     ) -> None:
         path = config.train if part == "train" else config.eval
+        if path is None:
+            raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
         assert isinstance(path, str), f"data.{part} is {path}, and a dataset is of one path"
         self.config, self.part, self.vocab_size = config, part, vocab_size
         self.path = shown_url(path)
@@ -449,6 +451,6 @@ def teacher_of(row: dict[str, Any], of_source: str | None, teachers: Sequence[st
     if name is None:
         return 0
     if name not in teachers:
-        known = f"give one of {', '.join(teachers)}, or rename the field with data.columns={{teacher: teacher_unused}}"
-        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {known}")
+        fix = "give one that it has, or rename the field with data.columns={teacher: teacher_unused}"
+        raise BadRow(f"teacher is {name!r:.40}, which {key} has not; {fix}")
     return 1 + teachers.index(name)

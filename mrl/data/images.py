@@ -13,7 +13,6 @@ or none of them: then it stands for the next image in the row's own list `images
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import importlib
 import io
@@ -21,7 +20,7 @@ import os
 import urllib.parse
 from typing import Any
 
-from mrl.data.files import BadRow
+from mrl.data.files import BadRow, kind_of
 
 SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
 
@@ -91,8 +90,7 @@ def image_of(value: Any, where: str, key: str = "image") -> Image:
             return Image(where, data=_decoded(value, where))
         case str() if value:
             return _from_url(value, where)
-    kind = "empty" if value in ("", {}) else f"of type {type(value).__name__}"
-    raise BadRow(f"{where} is {kind}; give the path of a file, or its bytes in base64 as {{bytes: ...}}")
+    raise BadRow(f"{where} is {kind_of(value)}; give the path of a file, or its bytes in base64 as {{bytes: ...}}")
 
 
 def _from_url(value: str, where: str) -> Image:
@@ -108,5 +106,5 @@ def _from_url(value: str, where: str) -> Image:
 def _decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as e:
+    except ValueError as e:
         raise BadRow(f"{where} is not base64 ({e}); encode the bytes of the image's file") from None

@@ -110,7 +110,7 @@ class _ReopeningFile(io.RawIOBase):
         if self._file is None:
             self._file, self._file_at = self.of.open_at(self._at)
         while self._file_at < self._at:
-            self._file_at += len(self._more(self._file, self._at - self._file_at))
+            self._file_at += len(self._more(self._file, min(self._at - self._file_at, SKIPPED_AT_MOST)))
         data = self._more(self._file, most)
         self._file_at += len(data)
         return data
@@ -147,7 +147,7 @@ def is_transient(error: Exception) -> bool:
 
 def read_failure(key: str, url: str, error: Exception) -> SourceError:
     """Returns the line on a file that cannot be read. key: of the config."""
-    fix = "check the address (a signature may have ended) and the network, and start the same command again"
+    fix = "check the address (a signed one expires) and the network, and start the same command again"
     return SourceError(key, why=f"{shown_url(url)} cannot be read ({error_text(error)})", fix=fix)
 
 

@@ -92,7 +92,7 @@ class Conversation:
             with open(os.path.expanduser(path), "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
-            return f"{path} cannot be written ({error.strerror})"
+            return str(error)
         return f"{path}: {len(row['messages'])} messages, as one more row"
 
 
@@ -172,13 +172,9 @@ def read_line() -> str | None:
     while True:
         try:
             line = input(ASK if not lines else "")
-            line.encode()  # in some locales Python reads any bytes
         except EOFError:
             write("\n")
             return None
-        except UnicodeError:
-            say("that line is no UTF-8, and was left out")
-            continue
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line[:-1])

@@ -9,6 +9,7 @@ from typing import Any
 from mrl.config.inference import GenerateConfig
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
+from mrl.errors import shortened
 from mrl.inference.chat import talk
 from mrl.inference.loaded import LoadedModel, load_model
 from mrl.inference.output import open_console, writing
@@ -106,7 +107,6 @@ def show(trajectory: Trajectory, samples: int, *, many: bool) -> None:
 
 
 def in_short(content: str | Sequence[dict[str, Any]]) -> str:
-    """Returns the end of a prompt, on one line."""
+    """Returns both ends of a prompt, on one line."""
     text = content if isinstance(content, str) else str(content[-1].get("content", ""))
-    line = " ".join(text.split())
-    return repr(line if len(line) <= SHOWN_CHARACTERS else "…" + line[1 - SHOWN_CHARACTERS :])
+    return repr(shortened(" ".join(text.split()), SHOWN_CHARACTERS))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.config.backends import OWN_KEYS
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.inference import InferenceConfig, PlaceConfig
 from mrl.config.schema import RoleConfig
@@ -17,7 +16,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError
-from mrl.inference.places import renew, weights_of
+from mrl.inference.places import weights_of
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts
@@ -39,7 +38,7 @@ class LoadedModel:
     end_tokens: tuple[int, ...]  # ids that end a completion
     sampler: Sampler
     rollouts: Rollouts
-    place: PlaceConfig  # of its weights: a run may have a newer checkpoint than when the command began
+    place: PlaceConfig  # of its weights
 
 
 @contextlib.contextmanager
@@ -78,18 +77,12 @@ def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) ->
         )  # fmt: skip
         ends.callback(rollouts.close)
         console.doing("reading the weights")
-        place = dispatch.on_main(lambda: renew(place))
         _init(actor, place)
         ends.enter_context(SyncedSampler(sampler, dispatch)(0))
         yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts, place)
 
 
 def _init(engine: BaseEngine, place: PlaceConfig) -> None:
-    if place.source is not None and engine.backend not in OWN_KEYS:
-        raise ConfigError(
-            "engine.backend", engine.backend, f"starts from a Hugging Face folder, and MODEL is {place.what}",
-            "make one of it with `mrl convert export`",
-        )  # fmt: skip
     kind = read_hf_config(place.folder)["model_type"]
     if place.source is not None and engine.backend == "fsdp" and kind not in FAMILIES:
         raise ConfigError(

@@ -39,27 +39,17 @@ def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[di
 
 
 def write_whole(result: dict[str, Any], path: str) -> None:
-    """Writes a result, whole or not at all; into a pipe or a device as it comes."""
-    file, part = _names(path)
-    with _refused(path):
-        with open(part, "w", encoding="utf-8") as out:
-            json.dump(result, out, ensure_ascii=False, indent=1)
-            out.write("\n")
-        if part != file:
-            os.replace(part, file)
+    """Writes a result."""
+    with _refused(path), open(os.path.expanduser(path), "w", encoding="utf-8") as out:
+        json.dump(result, out, ensure_ascii=False, indent=1)
+        out.write("\n")
 
 
-def check_writable(path: str, *, whole: bool = False) -> None:
-    """Raises ConfigError if the file of --out cannot be written. Its content stays. whole: `write_whole` writes it."""
-    file, part = _names(path)
-    if part == file:
-        return  # to open a pipe and close it again would end who reads it
-    for name in (file, part) if whole else (file,):
-        was_there = os.path.exists(name)
-        with _refused(path), open(name, "a", encoding="utf-8"):
-            pass
-        if not was_there:
-            os.unlink(name)
+def check_writable(path: str) -> None:
+    """Raises ConfigError if the folder of --out is not there, or its file cannot be written. Its content stays."""
+    folder = os.path.dirname(os.path.realpath(os.path.expanduser(path)))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ConfigError("--out", quoted(path), "cannot be written", "give a file in a folder that is there")
 
 
 @contextlib.contextmanager
@@ -70,15 +60,3 @@ def _refused(path: str) -> Iterator[None]:
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
         raise ConfigError("--out", quoted(path), why, "give a file in a folder that is there, with room") from None
-
-
-def _names(path: str) -> tuple[str, str]:
-    """Returns the file at `path`, and the part file that replaces it when whole.
-
-    A pipe or a device cannot be replaced: both are the same then.
-    """
-    file = os.path.expanduser(path)
-    if file.startswith("/dev/") or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
-        return file, file
-    file = os.path.realpath(file)
-    return file, f"{file}.part"

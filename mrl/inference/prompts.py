@@ -92,12 +92,9 @@ def read_tools(path: str | None) -> list[Any] | None:
     try:
         tools = parse_json(Path(os.path.expanduser(path)).read_bytes())
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "--tools", quoted(path), f"cannot be read as JSON ({reason})", "give a list of schemas"
-        ) from None
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-        why = "is no list of function schemas"
+        why = f"cannot be read as JSON ({error})"
+        raise ConfigError("--tools", quoted(path), why, "give a list of schemas") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         fix = 'write [{"type": "function", "function": {"name": ..., "parameters": ...}}]'
-        raise ConfigError("--tools", quoted(path), why, fix)
+        raise ConfigError("--tools", quoted(path), "is no list of function schemas", fix)
     return tools

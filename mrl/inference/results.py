@@ -5,20 +5,18 @@ Dimensions: `P` prompts, `N` samples of each.
 
 from __future__ import annotations
 
-import ast
 import collections
 import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mrl.config.inference import EvalConfig
-from mrl.config.load import to_dict
 from mrl.config.rewards import ENVIRONMENT, FunctionReward, RewardsConfig, label_of
 from mrl.data.files import BadRow
 from mrl.data.formats import rename_fields
@@ -72,53 +70,11 @@ def reward_in_words(config: EvalConfig) -> str:
 
 
 def reward_file(rewards: RewardsConfig | None) -> str | None:
-    """Returns a hash of the file of a user's own reward, and of the files beside it that it imports, directly or not.
-
-    It leaves out installed packages, data files, and imports by a name made at run time.
-    """
+    """Returns a hash of the file of a user's own reward, without what it imports."""
     first = rewards.functions[0] if rewards is not None else None
     if not isinstance(first, FunctionReward):
         return None
-    path = Path(first.function.rpartition(":")[0]).resolve()
-    digest = hashlib.sha256(path.read_bytes())
-    for other in sorted(_imported_beside(path)):
-        digest.update(f"\0{other.relative_to(path.parent)}\0".encode() + other.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _imported_beside(path: Path) -> set[Path]:
-    """Returns the files in the folder of `path` that it imports, and they. The folder is on the import path."""
-    found, waiting = {path}, [path]
-    while waiting:
-        file = waiting.pop()
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # one that nothing has loaded
-            continue
-        for node in ast.walk(tree):
-            new = {one for name, folder in _names(node, file, path.parent) for one in _files_of(name, folder)} - found
-            found |= new
-            waiting += new
-    return found - {path}
-
-
-def _names(node: ast.AST, file: Path, folder: Path) -> list[tuple[str, Path]]:
-    """Returns the dotted names that an import may load, each with the folder to look in."""
-    if isinstance(node, ast.Import):
-        return [(alias.name, folder) for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    start = folder if node.level == 0 else file.parents[node.level - 1]
-    inside = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
-    return [(name, start) for name in inside]
-
-
-def _files_of(name: str, folder: Path) -> Iterator[Path]:
-    """Yields the files in `folder` that the import of a dotted name runs: those of its packages too."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        place = folder.joinpath(*parts[:count])
-        yield from (file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.is_file())
+    return hashlib.sha256(Path(first.function.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
 
 
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
@@ -184,7 +140,14 @@ def _differ_in(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
     names = [*SAMPLED, *(() if first["samples"] == second["samples"] == 1 else ("seed",))]
     values = {name: [_value(of, name) for of in (first["config"], second["config"])] for name in names}
     values["file of the reward"] = [of.get("reward_file") for of in (first, second)]
+    values["reward"] = [_options(of["config"].get("rewards")) for of in (first, second)]
     return {name: both for name, both in values.items() if both[0] != both[1]}
+
+
+def _options(rewards: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the keys of the first reward that decide its numbers; its file may be written in several ways."""
+    first = rewards["functions"][0] if rewards is not None else {}
+    return {name: value for name, value in first.items() if name not in ("weight", "label", "function")}
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -208,11 +171,6 @@ def check_comparable(config: EvalConfig, saved: Mapping[str, Any]) -> None:
     if saved["reward"] != reward:
         why = f"was scored by {saved['reward']}, and this is by {reward}"
         raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
-    ours, theirs = (_options(of.get("rewards")) for of in (to_dict(config), saved["config"]))
-    for name in ours.keys() & theirs.keys():
-        if ours[name] != theirs[name]:
-            why = f"was scored by {reward} with {name} {show(theirs[name])}, and this is with {show(ours[name])}"
-            raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
     known = {row["row"] for row in saved["rows"]}
     assert isinstance(config.data.eval, str), "a task has one set of rows"
     rows = open_rows(config.data.eval, split=config.data.split, part="eval")
@@ -227,45 +185,17 @@ def _no_rows() -> ConfigError:
     return ConfigError("--against", why="has none of the rows of this task", fix="evaluate both on the same rows")
 
 
-def _options(rewards: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the keys of the first reward that decide its numbers; its file may be written in several ways."""
-    first = rewards["functions"][0] if rewards is not None else {}
-    return {name: value for name, value in first.items() if name not in ("weight", "label", "function")}
-
-
 def read_result(path: str) -> dict[str, Any]:
     """Returns the result in a file of `mrl eval --out`. Raises ConfigError for another file."""
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             result = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "--against", quoted(path), f"cannot be read ({reason})", "give a result, or a model"
-        ) from None
-    if not isinstance(result, dict) or result.get("mrl_eval") != FORMAT or not _is_whole(result):
+    except (OSError, ValueError) as error:
+        raise ConfigError("--against", quoted(path), f"cannot be read ({error})", "give a result, or a model") from None
+    if not isinstance(result, dict) or result.get("mrl_eval") != FORMAT:
         why = "is no result of `mrl eval --out`"
         raise ConfigError("--against", quoted(path), why, "give one, or a model")
     return result
-
-
-def _is_whole(found: Mapping[str, Any]) -> bool:
-    """Returns whether a result has all that a comparison reads."""
-    rows, config = found.get("rows"), found.get("config")
-    return (
-        {"reward", "samples", "measures", "model", "length", "truncated", "faults"} <= found.keys()
-        and isinstance(config, dict) and {"rollout", "data", "rewards"} <= config.keys()
-        and isinstance(rows, list) and bool(rows)
-        and all(isinstance(row, dict) and _are_numbers(row.get("values"), found["samples"]) for row in rows)
-        and all(isinstance(row.get("row"), str) for row in rows)
-    )  # fmt: skip
-
-
-def _are_numbers(values: Any, count: Any) -> bool:
-    return (
-        isinstance(values, list) and len(values) == count > 0
-        and all(type(value) in (int, float) and math.isfinite(value) for value in values)
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ to read
@@ -313,9 +243,7 @@ def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison
 
 def _left_out(result: Mapping[str, Any]) -> str:
     """Returns how many rows are in no figure, because they are bad or too long."""
-    counts = result.get("left_out")
-    if counts is None:
-        return "not known"  # of a result that another version has written
+    counts = result["left_out"]
     return f"{counts['skipped'] + counts['dropped']} rows"
 
 

@@ -17,9 +17,6 @@ from mrl.config.rewards import NAMED
 from mrl.config.schema import key
 from mrl.errors import ConfigError, DataError
 
-QUESTION = "question"
-PROMPTS = ("prompt", "messages", "instruction")
-
 
 def _rows(raw: Any, path: str) -> dict[str, Any]:
     """Returns keys of `data`. The rows alone may be given."""
@@ -122,7 +119,7 @@ def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str
         raise ConfigError("rewards.functions", why="is given by KEY=VALUE and by --reward", fix="keep one of them")
     if reward is not None:
         raw["rewards"] = {**raw.get("rewards", {}), "functions": [parse_reward(reward, "--reward")]}
-    raw["data"] = {"train": raw["data"]["eval"], **with_question(raw["data"])}
+    raw["data"] = {"train": raw["data"]["eval"], **raw["data"]}
     raw.setdefault("rollout", {})
     return raw
 
@@ -140,30 +137,15 @@ def first_row(path: str, split: str | None) -> list[tuple[dict[str, Any], str]]:
         return []
 
 
-def check_task_rewards(config: EvalConfig, reward: str | None) -> None:
-    """Raises ConfigError if the functions do not fit the first row, before a model is loaded. reward: of --reward."""
+def check_task_rewards(config: EvalConfig) -> None:
+    """Raises ConfigError if the functions do not fit the first row, before a model is loaded."""
     from mrl.data.formats import rename_fields
     from mrl.rewards import functions
 
     data = config.data
     try:
         first = [(rename_fields(row, data.columns), where) for row, where in first_row(str(data.eval), data.split)]
-        if config.rewards is not None:
-            functions.check_rewards(config.rewards, first)
     except DataError:
         return  # of a row that lacks a column, the run says it
-    except ConfigError as error:
-        if reward is None or error.key != "rewards.functions[0].field":
-            raise
-        fix = f"{error.fix} (--reward '{{name: {parse_reward(reward)['name']}, field: NAME}}')"
-        raise ConfigError("--reward", error.value, error.why, fix) from None
-
-
-def with_question(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section `data` with a field `question` as the prompt, if the first row has no other."""
-    if data.get("columns"):
-        return data
-    first = next(iter(first_row(str(data["eval"]), data.get("split"))), ({}, ""))[0]
-    if QUESTION in first and not any(field in first for field in PROMPTS):
-        return {**data, "columns": {QUESTION: "prompt"}}
-    return data
+    if config.rewards is not None:
+        functions.check_rewards(config.rewards, first)

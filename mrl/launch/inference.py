@@ -106,11 +106,11 @@ def evaluate(
                 raise UserError("--reward", why="is missing, so that nothing says what is right", fix=f"give {names}")
             if out is not None:
                 sources = {"the task": task, "the rows": raw["data"]["eval"], "--against": against}
-                _check_out(out, sources, writes=joined is None or joined.rank == 0, whole=True)
+                _check_out(out, sources, writes=joined is None or joined.rank == 0)
             config = _eval_config(raw, model, against, EvalRequestConfig(
                 task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
             ))  # fmt: skip
-            check_task_rewards(config, reward)
+            check_task_rewards(config)
             if config.request.against is not None:
                 from mrl.inference.results import check_comparable, read_result
 
@@ -219,14 +219,11 @@ def _check_samples(raw: dict[str, Any]) -> None:
         check_unread(raw, SAMPLING, "one sample of each prompt, which is greedy (--samples)")
 
 
-def _check_out(
-    out: str, sources: Mapping[str, str | None], *, chat: bool = False, writes: bool, whole: bool = False
-) -> None:
+def _check_out(out: str, sources: Mapping[str, str | None], *, chat: bool = False, writes: bool) -> None:
     """Raises UserError if results cannot be written, or would replace one of their sources.
 
     - sources: files by their names in words
     - writes: this process writes the results
-    - whole: as of `check_writable`
     """
     from mrl.inference.output import check_writable  # it imports torch
 
@@ -236,7 +233,7 @@ def _check_out(
         if path is not None and os.path.realpath(os.path.expanduser(path)) == os.path.realpath(os.path.expanduser(out)):
             raise UserError("--out", why=f"is the file of {name}", fix="give another one")
     if writes:
-        check_writable(out, whole=whole)
+        check_writable(out)
 
 
 def _from_stdin() -> list[str]:

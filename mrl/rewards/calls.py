@@ -123,10 +123,7 @@ def _ground_truth(sample: Sample) -> Any:
 
 
 def _extra_info(sample: Sample) -> dict[str, Any]:
-    info = sample.row.get("extra_info")
-    if info is not None and not isinstance(info, Mapping):
-        raise ValueError(f"extra_info of the row is {with_type(info)}, which is no mapping")
-    return {**(info or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
+    return {**(sample.row.get("extra_info") or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
 
 
 def _trl_completion(sample: Sample) -> str | list[Mapping[str, Any]]:
@@ -205,16 +202,13 @@ class RewardCall:
     """A reward function with what its parameters name. Raises UnknownSignature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # written in C
-            raise UnknownSignature("has parameters that cannot be read") from None
+        parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self.function = function
-        self.form = form_of([_plain(p.name) for p in named])
+        self.form = form_of([p.name for p in named])
         self._rest = any(p.kind == p.VAR_KEYWORD for p in parameters) and self.form.columns
-        known = [p for p in named if _plain(p.name) in self.form.getters]
-        others = [p for p in named if _plain(p.name) not in self.form.getters]
+        known = [p for p in named if p.name in self.form.getters]
+        others = [p for p in named if p.name not in self.form.getters]
         self._columns = others if self.form.columns else []
         unknown = [p.name for p in others if p.default is _EMPTY]
         if unknown and not self.form.columns:
@@ -222,9 +216,6 @@ class RewardCall:
                 f"needs {' and '.join(unknown)}, which nothing is known for; give a default, or take of "
                 f"{', '.join(self.form.getters)}"
             )
-        by_place = [p.name for p in others if p.kind == p.POSITIONAL_ONLY]
-        if by_place:
-            raise UnknownSignature(f"takes {by_place[0]} by its place alone; remove the / from its parameters")
         self._known = known
 
     @property
@@ -234,29 +225,23 @@ class RewardCall:
     @property
     def needs_tokens(self) -> bool:
         """Whether the function may look at token ids."""
-        return self._rest or any(_plain(p.name) in ("tokens", "completion_ids") for p in self._known)
+        return self._rest or any(p.name in ("tokens", "completion_ids") for p in self._known)
 
-    def arguments(self, samples: Sequence[Sample], position: Position) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments by position, and by name.
+    def arguments(self, samples: Sequence[Sample], position: Position) -> dict[str, Any]:
+        """Returns the arguments by name.
 
         Raises ValueError if a field of a row is wrong, and MissingFields if one without a default is absent.
         """
-        by_place: list[Any] = []
         by_name: dict[str, Any] = {}
         for parameter in self._known:
             try:
-                value = self.form.getters[_plain(parameter.name)](samples, position)
+                by_name[parameter.name] = self.form.getters[parameter.name](samples, position)
             except MissingFields:
                 if parameter.default is _EMPTY:
                     raise
-                value = parameter.default
-            if parameter.kind == parameter.POSITIONAL_ONLY:
-                by_place.append(value)
-            else:
-                by_name[parameter.name] = value
         if self.form.columns:
             self._add_columns(by_name, samples, position)
-        return by_place, by_name
+        return by_name
 
     def _add_columns(self, by_name: dict[str, Any], samples: Sequence[Sample], position: Position) -> None:
         """Adds TRL's keywords: those that the function names, and all for **kwargs."""
@@ -272,7 +257,7 @@ class RewardCall:
                     f"data.columns, or give a default; they have {', '.join(fields) or 'none'}"
                 )
         if self._rest:
-            getters, named = self.form.getters, {_plain(p.name) for p in self._known}
+            getters, named = self.form.getters, {p.name for p in self._known}
             by_name |= {n: [s.row.get(n) for s in samples] for n in fields if n not in by_name and n not in getters}
             by_name |= {n: get(samples, position) for n, get in getters.items() if n not in named}
 
@@ -288,11 +273,6 @@ class RewardCall:
         if len(given) != count:
             raise ValueError(f"returned {len(given)} values for {count} completions")
         return tuple(as_float(self.form.read(value), f" as value {i}") for i, value in enumerate(given))
-
-
-def _plain(name: str) -> str:
-    """Returns a parameter's name without leading underscores: they mark a parameter that is not used."""
-    return name.lstrip("_")
 
 
 def as_float(value: Any, what: str = "") -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import importlib.util
 import inspect
-import os
 import pathlib
 import sys
 import sysconfig
@@ -25,7 +23,7 @@ from mrl.config.rewards import (
     Reward,
     RewardsConfig,
 )
-from mrl.errors import ConfigError, shortened
+from mrl.errors import ConfigError, one_line
 from mrl.rewards.answers import gsm8k, math, require_math_verify
 from mrl.rewards.calls import START, RewardCall, Sample, UnknownSignature
 from mrl.rewards.code import code
@@ -75,11 +73,8 @@ def _check_field(reward: NamedReward, key: str, sample: Sample) -> None:
     field = getattr(reward, "field", None)
     if field is None or sample.row.get(field) is not None:
         return
-    why = f"is the field that {reward.name} reads, and row {sample.where} has"
-    if field in sample.row:
-        raise ConfigError(key, field, f"{why} null there", "give the row a value, or name another field")
-    close = difflib.get_close_matches(field, sample.row, n=1)
-    advice = f"did you mean {close[0]}?" if close else "name one of them, or add the field to the rows"
+    why = f"is the field that {reward.name} reads, and it is missing or null in row {sample.where}, which has"
+    advice = "name one of them, or add the field to the rows"
     raise ConfigError(key, field, f"{why} {join_names(sample.row) or 'none'}", advice)
 
 
@@ -97,10 +92,7 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
     module = _load_module(path.resolve(), spec, key)
     function: Any = getattr(module, name, None)
     if not (callable(function) if kind == "function" else inspect.isclass(function)):
-        is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
-        others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
-        what = f"is no {kind}" if hasattr(module, name) else "does not exist"
-        raise ConfigError(key, why=f"{spec}: it {what}", fix=f"the {plural} there are {join_names(others) or 'none'}")
+        raise ConfigError(key, why=f"{spec}: the file has no {kind} {name}", fix="give the name of one")
     return function
 
 
@@ -112,23 +104,12 @@ def load_function(spec: str, key: str) -> RewardCall:
     except UnknownSignature as error:
         raise ConfigError(
             key,
-            why=f"{spec}: {name}{_signature(function)} {error}",
+            why=f"{spec}: {name}{inspect.signature(function)} {error}",
             fix=(
                 f"write def {name}(prompt, completion, row), or give it the parameters of verl or of TRL "
                 "(docs/rewards.md)"
             ),
         ) from None
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    """Returns a function's parameters without types, shortened for a message."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ""
-    stars: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    text = ", ".join(stars.get(p.kind, "") + p.name for p in parameters)
-    return f"({shortened(text, 100)})"
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -143,8 +124,7 @@ def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(key, why=f"{written}: {path.name} is no Python file", fix="give path.py:name")
+    assert spec is not None and spec.loader is not None, f"{written} names a file of Python"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
@@ -166,36 +146,20 @@ def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
     function that parses a completion.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if path is not None:
-        inside = [f for f in frames if pathlib.Path(f.filename) == path]
-    else:
-        inside = [f for f in frames if _is_users(f.filename)] or frames
-    if isinstance(error, SyntaxError) and path is not None:
-        place = f"{pathlib.Path(error.filename or '?').name}:{error.lineno}"
-        text = error.msg
-    else:
-        place = f"{pathlib.Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
-        try:
-            text = str(error)
-        except Exception:
-            text = "an error without text"
-    text = shortened(" ".join(text.split()), 300)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
+    inside = [f for f in frames if (_is_users(f.filename) if path is None else pathlib.Path(f.filename) == path)]
+    place = f" ({pathlib.Path(inside[-1].filename).name}:{inside[-1].lineno})" if inside else ""
+    return one_line(f"{type(error).__name__}: {error}", 300) + place
 
 
-_MRL = str(pathlib.Path(mrl.__file__).parent)
-_LIBRARIES = tuple(
-    os.path.join(folder, "")
-    for folder in (_MRL, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_LIBRARIES = (
+    str(pathlib.Path(mrl.__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 
 
 def _is_users(file: str) -> bool:
     """Returns whether a file is neither Python's, nor a package's, nor ours."""
-    parts = pathlib.PurePath(file).parts
-    return not (
-        file.startswith(("<", *_LIBRARIES)) or "site-packages" in parts or "dist-packages" in parts
-    )  # fmt: skip
+    return not file.startswith(("<", *_LIBRARIES))
 
 
 def whole_traceback(error: BaseException) -> str:
@@ -203,8 +167,4 @@ def whole_traceback(error: BaseException) -> str:
     frames = error.__traceback__
     if frames is not None:  # the first frame is ours
         error = error.with_traceback(frames.tb_next or frames)
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # an error whose text cannot be made
-        text = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + "\n"
-    return text if len(text) <= 20_000 else "...\n" + text[-20_000:]
+    return "".join(traceback.format_exception(error))[-20_000:]

@@ -6,24 +6,21 @@ import collections
 import contextlib
 import dataclasses
 import heapq
-import math
 import multiprocessing.connection
 import os
-import pickle
 import random
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.calls import START, Position, Sample
 from mrl.rewards.process import Process, in_words, kill, start
-from mrl.rewards.worker import Answers, FunctionKind, RewardTask, RewardTasks, WorkerConfig, WorkerFailed, WorkerReady
+from mrl.rewards.worker import FunctionKind, Outcome, RewardTask, WorkerConfig
 
 START_TIMEOUT_S = 300.0  # loading the user's file, which may import much
 GRACE_S = 1.0  # an async function ends itself at the time limit; its process is killed this much later
-MESSAGE_S = 0.02  # calls that take less together go to a process in one message
 MAX_WAIT_S = 60.0  # between a call and its retry
 
 
@@ -33,16 +30,6 @@ class Task:
 
     function: int
     samples: tuple[Sample, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result of a task."""
-
-    values: tuple[float, ...] | None  # finite, one for each sample; None after a fault
-    fault: str | None = None  # in words
-    timed_out: bool = False
-    traceback: str | None = None  # an exception's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +72,7 @@ class RewardPool:
         self._retries = Retries() if retries is None else retries
         self.kinds: tuple[FunctionKind, ...] = ()
         self.made_again: tuple[str, ...] = ()  # faults of the latest run that a retry followed
-        self._call_s: dict[int, float] = {}  # function -> seconds of a call, of late
         self._workers = workers
-        self._next_number = 0
         self._fill()
 
     def __enter__(self) -> RewardPool:
@@ -121,10 +106,7 @@ class RewardPool:
         if not self._finalizer.alive:
             raise RuntimeError("the reward pool is closed")
         users = [isinstance(reward, FunctionReward) for _, reward in self._setup.rewards]
-        run = _PoolRun(
-            tasks, position, fatal, self._next_number, [self._retries if own else Retries() for own in users]
-        )
-        self._next_number += len(tasks)
+        run = _PoolRun(tasks, position, fatal, [self._retries if own else Retries() for own in users])
         try:
             while run.unfinished:
                 self._fill()
@@ -158,25 +140,15 @@ class RewardPool:
         with contextlib.suppress(EOFError, OSError):
             if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
                 reply = process.connection.recv()
-        if isinstance(reply, WorkerFailed):
-            raise reply.error
-        if not isinstance(reply, WorkerReady):
-            raise self._not_loaded(process, ended)
-        if self.kinds and self.kinds != reply.kinds:
-            raise ConfigError(
-                "rewards",
-                why="a file with functions was changed under the run",
-                fix="start it again to use the new one",
-            )
-        self.kinds = reply.kinds
-
-    def _not_loaded(self, process: Process, ended: bool) -> ConfigError:
-        """Returns the error of a process that ended, or took too long, before it was ready."""
-        status = self._drop(process)
-        how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
-        files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
-        fix = "import the files in a Python prompt to see why"
-        return ConfigError(", ".join(files) or "rewards", why=f"loading {how}", fix=fix)
+        if isinstance(reply, ConfigError):
+            raise reply
+        if reply is None:
+            status = self._drop(process)
+            how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
+            files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
+            fix = "import the files in a Python prompt to see why"
+            raise ConfigError(", ".join(files) or "rewards", why=f"loading {how}", fix=fix)
+        self.kinds = reply
 
     def _drop(self, process: Process) -> int:
         """Kills a process. Returns its exit status: its own if it had ended."""
@@ -188,44 +160,20 @@ class RewardPool:
     def _dispatch(self, run: _PoolRun) -> None:
         """Gives tasks to processes until each has as many as it can take."""
         while (index := run.peek()) is not None:
-            waits = self.kinds[run.tasks[index].function].asynchronous
+            task = run.tasks[index]
+            waits = self.kinds[task.function].asynchronous
             shared = waits and index not in run.alone
             process = self._process_for(shared)
             if process is None:
                 return
-            indices = [run.take()] if waits else self._take_several(run)
-            now = time.monotonic()
-            limit_s = self._setup.timeout_s + (GRACE_S if waits else 0.0)
-            # calls that are not async are made one after another: each message of answers moves the limit on
-            process.running |= {run.first + i: now + limit_s for i in indices}
+            process.running[run.take()] = time.monotonic() + self._setup.timeout_s + (GRACE_S if waits else 0.0)
             process.exclusive = not shared
-            calls = [RewardTask(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices]
             try:
-                process.connection.send(RewardTasks(tuple(map(pickle.dumps, calls)), run.position))
+                process.connection.send(RewardTask(index, task.function, task.samples, run.position))
             except OSError:  # it died since its last call, or does not read
-                blamed = index in run.alone and len(process.running) == 1
-                self._fail(run, process, "does not take calls" if blamed else None, again=not blamed)
+                run.again(process.running)
+                self._drop(process)
                 return
-
-    def _take_several(self, run: _PoolRun) -> list[int]:
-        """Takes tasks of functions that are not async, for one message.
-
-        They are as many as take MESSAGE_S, as long as enough are left to give every process a message worth sending.
-        """
-        indices: list[int] = []
-        most, seconds = math.ceil(run.waiting / self._workers), 0.0
-        while len(indices) < most or seconds < MESSAGE_S / 10:
-            index = run.peek()
-            function = None if index is None else run.tasks[index].function
-            if function is None or self.kinds[function].asynchronous or (indices and index in run.alone):
-                break
-            seconds += self._call_s.get(function, MESSAGE_S)
-            if indices and seconds > MESSAGE_S:
-                break
-            indices.append(run.take())
-            if index in run.alone:
-                break
-        return indices
 
     def _process_for(self, shared: bool) -> Process | None:
         """Returns the process with the fewest calls that can take one more."""
@@ -244,62 +192,39 @@ class RewardPool:
         for connection, process in busy.items():
             if connection in ready:
                 try:
-                    self._take(run, process, connection.recv())
+                    index, outcome = connection.recv()
                 except (EOFError, OSError):
                     self._fail(run, process, None)
+                else:
+                    del process.running[index]
+                    run.finish(index, outcome)
         now = time.monotonic()
         for connection, process in busy.items():
             if connection not in ready and min(process.running.values()) <= now:
                 self._fail(run, process, f"took longer than {self._setup.timeout_s:g} s", timed_out=True)
 
-    def _take(self, run: _PoolRun, process: Process, answers: Answers) -> None:
-        """Takes answers. If calls are made one after another, the next one begins."""
-        for answer in answers:
-            del process.running[answer.number]
-            function = run.tasks[answer.number - run.first].function
-            before_s = self._call_s.get(function, answer.seconds)
-            self._call_s[function] = 0.8 * before_s + 0.2 * answer.seconds
-            run.finish(answer.number, Outcome(answer.values, answer.fault, answer.timed_out, answer.traceback))
-        if not self.kinds[function].asynchronous:
-            process.running = dict.fromkeys(process.running, time.monotonic() + self._setup.timeout_s)
-
-    def _fail(
-        self, run: _PoolRun, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
-    ) -> None:
-        """Handles a process that hung, or died (fault: None).
-
-        The call that it had begun is at fault, and its other calls are made again. If several were running, or none is
-        known, each is made again alone.
-        """
-        numbers = sorted(process.running)
-        blamed: int | None = process.begun_last
+    def _fail(self, run: _PoolRun, process: Process, fault: str | None, *, timed_out: bool = False) -> None:
+        """Handles a process that hung, or died (fault: None). If several calls were running, each is made again
+        alone."""
         status = self._drop(process)
-        if blamed not in numbers:  # async, or it died before the first one
-            first = numbers[0] - run.first
-            waits = self.kinds[run.tasks[first].function].asynchronous
-            blamed = numbers[0] if len(numbers) == 1 and (waits or first in run.alone) else None
-        if again or blamed is None:
-            run.again(numbers, alone=True)
+        if len(process.running) > 1:
+            run.again(process.running)
             return
-        run.again([number for number in numbers if number != blamed], alone=False)
-        run.finish(blamed, Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
+        (index,) = process.running
+        run.finish(index, Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
 
 
 class _PoolRun:
-    """Track the tasks of one `RewardPool.run`: waiting, to run alone, and their outcomes.
-
-    Processes know a task as the number `first + index`, so an answer is never taken for another run's.
-    """
+    """Track the tasks of one `RewardPool.run`: waiting, to run alone, and their outcomes."""
 
     def __init__(
         self,
         tasks: Sequence[Task],
         position: Position,
         fatal: Callable[[Task, Outcome], bool],
-        first: int,
         retries: Sequence[Retries],
     ) -> None:
-        self.tasks, self.position, self.fatal, self.first = tasks, position, fatal, first
+        self.tasks, self.position, self.fatal = tasks, position, fatal
         self.outcomes: list[Outcome | None] = [None] * len(tasks)
         self.alone: set[int] = set()
         self._retries = retries  # for each function
@@ -313,11 +238,6 @@ class _PoolRun:
     @property
     def unfinished(self) -> bool:
         return self._missing > 0
-
-    @property
-    def waiting(self) -> int:
-        """The number of tasks that could be started now."""
-        return len(self._ready) + max(0, self._end - self._next)
 
     def peek(self) -> int | None:
         """Returns the index of the task to start next."""
@@ -344,14 +264,12 @@ class _PoolRun:
         for when in self.retry_times():
             time.sleep(max(0.0, when - time.monotonic()))
 
-    def again(self, numbers: Sequence[int], *, alone: bool) -> None:
-        indices = sorted(number - self.first for number in numbers)
-        if alone:
-            self.alone.update(indices)
-        self._ready.extend(indices)
+    def again(self, indices: Collection[int]) -> None:
+        """Lets tasks be made again, each without others in its process."""
+        self.alone.update(indices)
+        self._ready.extend(sorted(indices))
 
-    def finish(self, number: int, outcome: Outcome) -> None:
-        index = number - self.first
+    def finish(self, index: int, outcome: Outcome) -> None:
         if outcome.fault is not None and index < self._end and self._retry(index):
             self.made_again.append(outcome.fault)
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,17 +16,16 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 
 import psutil
 
-from mrl.rewards.worker import NUMBER_BYTES, WorkerConfig
+from mrl.rewards.worker import WorkerConfig
 
 START = (
     # srun sends stop signals to every process of the job, and scoring must continue until the trainer has saved
     "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGUSR1)]; "
-    "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline}, {begun})"
+    "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
 )
 
 WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, is left after this
@@ -40,29 +38,18 @@ class Process:
     process: subprocess.Popen[bytes]
     connection: multiprocessing.connection.Connection
     lifeline: int  # our end of the pipe at whose closing it dies
-    begun: mmap.mmap  # it writes the number of the call that it makes there, but for async ones
     running: dict[int, float] = dataclasses.field(
         default_factory=dict
     )  # call number -> deadline, of those not answered
     exclusive: bool = False  # takes no second call while one runs
 
-    @property
-    def begun_last(self) -> int:
-        """The number of the latest call that it began."""
-        return int.from_bytes(self.begun[:NUMBER_BYTES], "little")
-
 
 def start(setup: WorkerConfig, send_timeout_s: float) -> Process:
-    """Returns a new process that was sent `setup`; it answers WorkerReady or WorkerFailed."""
+    """Returns a new process that was sent `setup`; it answers what its functions are, or a ConfigError."""
     ours, theirs = multiprocessing.Pipe()
     read_end, write_end = os.pipe()
-    memory, path = tempfile.mkstemp()
-    os.unlink(path)
-    os.ftruncate(memory, NUMBER_BYTES)
-    begun = mmap.mmap(memory, NUMBER_BYTES)
-    begun[:] = b"\xff" * NUMBER_BYTES  # no call's number
-    fds = (theirs.fileno(), read_end, memory)
-    program = START.format(path=sys.path, connection=fds[0], lifeline=fds[1], begun=fds[2])
+    fds = (theirs.fileno(), read_end)
+    program = START.format(path=sys.path, connection=fds[0], lifeline=fds[1])
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -70,14 +57,12 @@ def start(setup: WorkerConfig, send_timeout_s: float) -> Process:
         )  # fmt: skip
     except BaseException:
         ours.close()
-        begun.close()
         os.close(write_end)
         raise
     finally:
         theirs.close()
-        os.close(memory)
         os.close(read_end)
-    process = Process(child, ours, write_end, begun)
+    process = Process(child, ours, write_end)
     _limit_sends(ours, send_timeout_s)
     with contextlib.suppress(OSError):  # it is gone already, which reading from it will say
         ours.send(setup)
@@ -103,7 +88,6 @@ def kill(process: Process) -> int:
         with contextlib.suppress(psutil.Error):
             descendant.kill()
     process.connection.close()
-    process.begun.close()
     os.close(process.lifeline)
     status = process.process.wait()
     _wait_for(descendants)

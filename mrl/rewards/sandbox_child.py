@@ -8,7 +8,6 @@ other processes. The filter of system calls is assembled here, because nothing e
 machines: bwrap needs user namespaces, and containers and clusters often refuse those.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -166,77 +165,6 @@ def install_landlock(folder: str) -> bool:
     return done
 
 
-class SemLock:
-    """Replaces multiprocessing's locks, for threads alone.
-
-    The system's are files of /dev/shm. Landlock refuses them, and `multiprocessing.pool.ThreadPool` has one. There are
-    no other processes to share it with.
-    """
-
-    SEM_VALUE_MAX = 2**31 - 1
-    handle, name = 0, None
-
-    def __init__(self, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> None:
-        import threading
-
-        self.kind, self.maxvalue = kind, maxvalue
-        self._me, self._changed = threading.get_ident, threading.Condition()
-        self._value, self._held, self._owner = value, 0, 0
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        if self.kind == 0 and self._is_mine():  # a lock that its thread may take again
-            self._held += 1
-            return True
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._value > 0, timeout if block else 0):
-                return False
-            self._value, self._held, self._owner = self._value - 1, self._held + 1, self._me()
-        return True
-
-    def release(self) -> None:
-        if self.kind == 0 and not self._is_mine():
-            raise AssertionError("attempt to release recursive lock not owned by thread")
-        with self._changed:
-            if self.kind == 0 and self._held > 1:
-                self._held -= 1
-                return
-            if self._value >= self.maxvalue:
-                raise ValueError("semaphore or lock released too many times")
-            self._value, self._held = self._value + 1, self._held - 1
-            self._changed.notify()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *raised: object) -> None:
-        self.release()
-
-    def _count(self) -> int:
-        return self._held
-
-    def _is_mine(self) -> bool:
-        return self._held > 0 and self._owner == self._me()
-
-    def _get_value(self) -> int:
-        return self._value
-
-    def _is_zero(self) -> bool:
-        return self._value == 0
-
-
-def keep_out_of_shared_memory(text: str) -> None:
-    """Makes multiprocessing do without /dev/shm. text: the code; modules that it does not name are not imported."""
-    with contextlib.suppress(ImportError):
-        import _multiprocessing
-
-        _multiprocessing.SemLock = SemLock
-        if "multiprocessing" in text:
-            import multiprocessing.heap
-
-            # numbers and arrays: in files of the folder
-            multiprocessing.heap.Arena._dir_candidates = []  # type: ignore[attr-defined]
-
-
 def install_audit_hook() -> None:
     """Makes Python's own events of sockets and processes raise: the best effort without seccomp.
 
@@ -286,8 +214,7 @@ def main() -> None:
     set_limits(job["limits"])
     if sys.platform == "linux" and not job["no_seccomp"]:
         forgo_privileges()
-        if install_landlock(os.getcwd()):
-            keep_out_of_shared_memory(job["code"] + job["test"])
+        install_landlock(os.getcwd())
     if job["no_seccomp"] or not install_filter():
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # no process, on Linux no thread either; does not bind root
         install_audit_hook()

@@ -13,11 +13,9 @@ Row = dict[str, Any]
 
 
 def row_field(row: Row, name: str) -> Any:
-    """Returns `row[name]`. Raises ValueError if it is null, or not there; then it lists the fields."""
-    if name in row and row[name] is None:
-        raise ValueError(f"the row's field {name!r} is null; give it a value")
-    if name not in row:
-        raise ValueError(f"the row has no field {name!r}; it has {', '.join(row) or 'none'}")
+    """Returns `row[name]`. Raises ValueError if it is null, or not there."""
+    if row.get(name) is None:
+        raise ValueError(f"the row has no field {name!r}, or it is null; it has {', '.join(row) or 'none'}")
     return row[name]
 
 

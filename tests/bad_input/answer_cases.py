@@ -52,7 +52,7 @@ DPO = [
 ]  # fmt: skip
 
 RM = [
-    Case("eval of another form", "data.eval", ("eval.jsonl", "set loss.name to regression"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
+    Case("eval of another form", "data.eval", ("eval.jsonl", "and loss.name bradley_terry is of others"), ("data.eval=eval.jsonl",), both(rows(*[PAIR] * 4), rows(GRADED, name="eval.jsonl"))),
     Case("adapters without a classifier", "model.lora", ("'olmoe' has no sequence classifier", "set it to null"), ("model.lora={rank: 4}",), both(rows(*[PAIR] * 4), set_model(model_type="olmoe", num_experts=6, num_experts_per_tok=2))),
 ]  # fmt: skip
 

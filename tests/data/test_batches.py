@@ -95,14 +95,6 @@ def test_trap_32_a_resumed_source_goes_on_exactly_over_the_epochs(path, kill_aft
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_the_state_is_that_of_the_batch_returned_not_of_the_one_ahead(path):
-    ahead, plain = make(path), make(path, prefetch=False)
-    for _ in range(5):
-        ahead.next(), plain.next()
-        assert ahead._ahead.result() is not None  # the thread is done with the next batch
-        assert ahead.state_dict() == plain.state_dict() and ahead.counts == plain.counts
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_peek_changes_nothing(path, prefetch):
     peeked, plain = make(path, prefetch=prefetch), make(path, prefetch=prefetch)

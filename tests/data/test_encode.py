@@ -52,14 +52,6 @@ def test_trap_21_the_first_response_token_trains_and_the_last_prompt_token_predi
     assert tokenizer.decode(batch.tokens[: first + 1].tolist()).endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["prefixes", "markers"])
-def test_trap_7_the_token_count_is_that_of_the_mask_not_of_the_last_response(template):
-    tokenizer = make_tokenizer(template)
-    encoded = Encoder(tokenizer, "assistant").encode(Chat(FOUR))
-    answers = [tokenizer(a, add_special_tokens=False)["input_ids"] for a in ("4", "hello there")]
-    assert make_batch([encoded.ids], [encoded.mask]).denominators["tokens"] == sum(len(a) + 1 for a in answers)
-
-
 def test_reasoning_that_the_template_strips_is_an_error_that_shows_the_difference():
     chat = Chat(turns("hello", "<think>\nhm\n</think>\n\n4", "hello", "<think>\nhm\n</think>\n\nfox"))
     with pytest.raises(DataError, match="messages.1.: .* to its end it has .*think.* where .*set data.loss_on to last"):

@@ -171,7 +171,7 @@ MISTAKES = {
     "missing": ({**IMAGE, "path": "gone.png"}, "gone.png'); paths are relative to the data file"),
     "cut off": ({**IMAGE, "path": "broken.png"}, "no image can be read"),
     "no base64": ({**IMAGE, "bytes": "???"}, "is not base64"),
-    "a number": ({**IMAGE, "image": 3}, "is of type int"),
+    "a number": ({**IMAGE, "image": 3}, "].image is 3; give the path of a file"),
     "two sources": ({**IMAGE, "path": "a", "url": "b"}, "has path and url"),
     "video": ({"type": "video", "video": "a.mp4"}, "type is 'video'"),
     "no type": ({"image": "a.png"}, "has no type"),

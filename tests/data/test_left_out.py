@@ -58,13 +58,10 @@ def test_turns_of_a_role_that_is_left_out(tmp_path):
     assert "writes nothing of messages of the role tool" in line
 
 
-def test_a_role_that_only_the_template_can_know(tmp_path):
-    """ChatML writes any role; OLMo's template names its own."""
-    row = {"messages": [USER, {"role": "environment", "content": "4"}, ANSWER]}
+def test_a_role_that_may_be_misspelt(tmp_path):
+    row = {"messages": [USER, {"role": "assitant", "content": "4"}, ANSWER]}
     [line] = notes(tmp_path, row)
-    assert "the role 'environment' is in no list of mrl, and the chat template does not name it" in line
-    assert notes(tmp_path, row, template=CHATML + "{# 'environment' #}") == []
-    assert len(notes(tmp_path, row, template=CHATML + "{# no environments #}")) == 1
+    assert "a.jsonl:1: the role 'assitant' is not usual; one of system, " in line
 
 
 @pytest.mark.parametrize("reader", ["sft", "ppo"])

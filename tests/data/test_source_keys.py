@@ -90,8 +90,11 @@ def config_of(command, folder, data):
     return from_dict(raw, COMMANDS[command].root)
 
 
+TOKENIZER = make_tokenizer()  # each data set copies it
+
+
 def open_one(command, part, data):
-    tokenizer = make_tokenizer()
+    tokenizer = TOKENIZER
     if command == "sft":
         return SFTDataset(data, tokenizer, part=part)
     if command == "dpo":

@@ -195,15 +195,6 @@ def test_a_file_that_is_replaced_is_not_gone_on_with(site):
             made.next()
 
 
-def test_text_that_is_no_utf8_in_parquet_is_a_line(tmp_path):
-    texts = pa.Array.from_buffers(  # whose bytes nothing has looked into
-        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
-    )
-    pyarrow.parquet.write_table(pa.table({"text": texts}), tmp_path / "bad.parquet")
-    with pytest.raises(DataError, match=r"bad.parquet:row 0: cannot be read as Parquet from here on \(.*utf-8"):
-        source(str(tmp_path / "bad.parquet"), size=1).next()
-
-
 def mixture(folder: pathlib.Path, **streamed) -> list[dict]:
     streamed = {"stream": True, "shuffle_buffer": 5, "weight": 0.75, "name": "web"} | streamed
     return [{"path": str(folder / "*.jsonl"), **streamed}, {"path": str(folder / "b.jsonl"), "weight": 0.25}]
@@ -411,7 +402,7 @@ def test_files_that_cannot_be_streamed_are_refused(folder, site, tmp_path):
         assert "word" not in str(refused.value)
     site.fails = 403
     with pytest.raises(
-        DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; check the address \(a signature"
+        DataError, match=r"a.jsonl cannot be read \(HTTPError: .*403.*; check the address \(a signed one"
     ):
         source(site.url("a.jsonl?signature=old"))
 

@@ -24,11 +24,6 @@ def test_the_template_file_replaces_the_tokenizers(folder, tmp_path):
     assert tokenizer.apply_chat_template(turns("fox"), tokenize=False) == "MY fox"
 
 
-def test_a_template_that_refuses_some_conversations_is_fine(folder, tmp_path):
-    (tmp_path / "t.jinja").write_text("{{ raise_exception('system first') }}")
-    load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))
-
-
 @pytest.mark.parametrize(
     "make, path, message",
     [
@@ -60,14 +55,6 @@ def test_a_hub_id_that_does_not_load(monkeypatch):
         load_tokenizer("org/model")
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "data.chat_template: .*t.jinja: cannot be read .*give a file with a Jinja template"),
-    ],
-)
-def test_bad_templates(folder, tmp_path, text, message):
-    if text is not None:
-        (tmp_path / "t.jinja").write_text(text)
-    with pytest.raises(DataError, match=message):
+def test_a_template_that_is_not_there(folder, tmp_path):
+    with pytest.raises(DataError, match="data.chat_template: .*t.jinja: cannot be read .*give a file with a Jinja"):
         load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))

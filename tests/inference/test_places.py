@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.errors import UserError
-from mrl.inference.places import find_model, renew
+from mrl.inference.places import find_model
 from tests.convert.test_composite import make
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -92,17 +91,6 @@ def test_a_damaged_checkpoint_answers_nothing(run, tmp_path):
     flip(shard(folder))
     done = mrl("generate", folder, *ASK)
     assert (done.code, done.out) == (2, "") and "has changed; use another checkpoint" in done.err, done
-
-
-def test_a_run_that_removes_its_checkpoint_meanwhile(run, tmp_path):
-    """As `checkpoint.keep` does while it trains: what is not yet read is the newest then."""
-    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
-    steps = [tmp_path / "run" / "checkpoints" / f"step_0000000{step}" for step in (1, 2, 3)]
-    shutil.copytree(steps[0], steps[2])  # the newest by its name alone: a copy has the serial number of step 1
-    place = find_model(str(tmp_path / "run"))
-    assert place.source == str(steps[1]) and renew(place) is place
-    shutil.rmtree(steps[1])
-    assert renew(place).source == str(steps[2]) and "step 1" in renew(place).what
 
 
 def test_an_imported_folder(run, tmp_path):

@@ -219,8 +219,8 @@ def test_a_field_that_a_reward_reads_and_the_first_row_lacks(inputs, tmp_path):
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
     words = ["ppo", str(tmp_path / "ppo.yaml"), "rewards.functions=[{name: exact_match, field: anwser}]", "--dry-run"]
     done = CliRunner().invoke(cli.main, words)
-    says = 'rewards.functions[0].field: value "anwser" is the field that exact_match reads, and row'
-    assert done.exit_code == 2 and says in done.output and "has prompt, answer; did you mean answer?" in done.output
+    says = 'rewards.functions[0].field: value "anwser" is the field that exact_match reads, and it is missing'
+    assert done.exit_code == 2 and says in done.output and "has prompt, answer; name one of them" in done.output
     assert CliRunner().invoke(cli.main, [*words, "rewards.on_error=zero"]).exit_code == 0
 
 

@@ -23,7 +23,7 @@ from tests.weights.test_mbridge import same
 __all__ = ["smollm2"]
 
 pytestmark = pytest.mark.slow
-PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "17 + 25 =")
+PROMPTS = ("def fibonacci(n):\n", "17 + 25 =")
 
 
 @pytest.fixture(scope="module")

@@ -61,10 +61,7 @@ async def of_verl_async(solution_str, extra_info): return 1.0
 def of_trl(completions, value, **kwargs): return [len(c) + v for c, v in zip(completions, value)]
 async def of_group(prompt, completions): return [c == max(completions) for c in completions]
 def places(p, c, r): return 0.0
-def queries(queries, prompts, labels, **kwargs): return 0.0
 def more(completion, answer): return 0.0
-def anything(*args, **kwargs): return 0.0
-def by_place(answer, /, completions): return [0.0]
 def wider(prompt, completion, row, temperature=1.0): return 0.5
 '''
 

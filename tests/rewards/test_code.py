@@ -157,48 +157,6 @@ def test_the_environment_of_the_trainer_is_not_seen(run, monkeypatch):
     assert run("import os\nassert 'WANDB_API_KEY' not in os.environ\nassert os.getcwd() == os.environ['HOME']").finished
 
 
-OF_MULTIPROCESSING = """
-import multiprocessing, time
-from multiprocessing.pool import ThreadPool
-with ThreadPool(4) as pool:
-    assert pool.map(lambda x: x * x, range(50)) == [x * x for x in range(50)]
-queue = multiprocessing.Queue()
-queue.put(3)
-assert queue.get() == 3
-again = multiprocessing.RLock()
-with again, again:
-    assert not ThreadPool(1).apply(again.acquire, (False,))
-one = multiprocessing.Lock()
-assert one.acquire() and not one.acquire(timeout=0.01)
-one.release()
-for lock, error in ((one, ValueError), (again, AssertionError), (multiprocessing.BoundedSemaphore(2), ValueError)):
-    try:
-        lock.release()
-    except error:
-        continue
-    raise SystemExit(1)
-value, array = multiprocessing.Value("i", 0), multiprocessing.Array("d", [1, 2])
-def add(_):
-    for _ in range(200):
-        with value.get_lock():
-            seen = value.value
-            time.sleep(0)
-            value.value = seen + 1
-ThreadPool(4).map(add, range(4))
-assert value.value == 800 and list(array) == [1, 2]
-event, ready = multiprocessing.Event(), multiprocessing.Condition()
-event.set()
-assert event.wait(1) and multiprocessing.Semaphore(3).get_value() == 3
-with ready:
-    assert not ready.wait(0.01)
-"""
-
-
-@pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
-def test_pools_of_threads_and_their_locks_need_no_shared_memory():
-    assert run_python(OF_MULTIPROCESSING, limits=dataclasses.replace(LIMITS, memory_mb=2048)).finished
-
-
 @pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
 def test_c_code_meets_the_filter_too():
     assert run_python("import ctypes\nassert ctypes.CDLL(None).socket(2, 1, 0) == -1", limits=LIMITS).finished

@@ -17,10 +17,10 @@ from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.reward_files import processes_with, write_functions
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 NAMES = (
-    "script", "async_script", "size", "shout", "messages", "own_loop", "judge", "takes_from_row", "of_verl", "of_verl_async",
+    "script", "async_script", "size", "shout", "messages", "own_loop", "judge", "takes_from_row",
 )  # fmt: skip
 
 
@@ -62,13 +62,6 @@ def test_a_function_that_changes_its_row_changes_that_of_no_other_call(pool):
     assert pool.run([call("takes_from_row", row=row) for _ in range(100)]) == [gave(1.0)] * 100
 
 
-@pytest.mark.parametrize("name", ["of_verl", "of_verl_async"])
-def test_a_field_of_the_wrong_kind_is_named(pool, name):
-    row = {"data_source": "x", "ground_truth": "1", "extra_info": '{"split": "train"}'}
-    (outcome,) = pool.run([call(name, row=row)])
-    assert outcome.fault == 'extra_info of the row is \'{"split": "train"}\' (str), which is no mapping'
-
-
 def test_results_come_in_the_order_of_the_tasks(pool):
     lengths = [(7 * i) % 50 for i in range(300)]
     tasks = [call("size", "x" * n) if n % 3 else call("async_script", f"give {n}") for n in lengths]
@@ -81,12 +74,6 @@ def test_what_functions_get(pool):
     shouts = [call("shout", "LOUD"), call("shout", "soft")]
     tasks = [call("messages", prompt=messages), *shouts, call("own_loop"), call("judge")]
     assert [value(o) for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
-
-
-def test_large_values_pass(pool):
-    text = "x" * 3_000_000
-    tasks = [call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3
-    assert [value(o) for o in pool.run(tasks)] == [3e6, 50] * 3
 
 
 def test_signals_that_stop_a_run_do_not_end_scoring(pool):
@@ -121,7 +108,7 @@ def test_a_crash_in_a_library_says_which_lines_called_it(path, capfd):
 
 @pytest.mark.parametrize(
     ("name", "completion"),
-    slow_but(
+    nightly_but(
         [("script", "hang_in_c"), ("async_script", "stubborn")],
         [("script", "hang_in_c"), ("async_script", "stubborn"), ("script", "ignore_signals"), ("async_script", "hang")],
     ),
@@ -137,15 +124,11 @@ def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
     assert len(pool.pids) <= 2 and pool.run(scripts("give 5")) == [gave(5.0)]
 
 
-@pytest.mark.parametrize("last", ["hang", "exit"])
-def test_calls_beside_one_that_ends_a_process_are_not_blamed_and_not_made_alone(path, tmp_path, last):
-    """Fast calls go to a process several at a time, and answers come back likewise: those after the bad one are made once."""
-    before, after = tmp_path / "before", tmp_path / "after"
-    with make(path, workers=1, timeout_s=0.5) as pool:
-        pool.run(scripts(*["give 1"] * 20))
-        outcomes = pool.run(scripts(*[f"note {before}"] * 20, last, *[f"note {after}"] * 20))
-    assert [i for i, o in enumerate(outcomes) if o.fault] == [20]
-    assert 20 <= len(before.read_text()) <= 40 and len(after.read_text()) == 20
+def test_calls_beside_one_that_ends_a_process_are_made_once(path, tmp_path):
+    after = tmp_path / "after"
+    with make(path, workers=1, timeout_s=1) as pool:
+        outcomes = pool.run(scripts("give 1", "exit", *[f"note {after}"] * 20))
+    assert [i for i, o in enumerate(outcomes) if o.fault] == [1] and len(after.read_text()) == 20
 
 
 def test_a_call_that_failed_is_made_again_after_a_pause(path, tmp_path):
@@ -173,7 +156,7 @@ def test_async_calls_run_together(path):
 
 def test_the_first_fatal_fault_is_always_the_same(pool):
     tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 500)
-    for _ in range(5):
+    for _ in range(2):
         outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
         assert [value(o) for o in outcomes[:3]] == [1, None, 2]
         assert outcomes[3].fault.startswith("raised KeyError")
@@ -191,12 +174,12 @@ def test_answers_of_an_earlier_run_are_not_taken(pool):
 def test_a_process_that_died_between_calls_is_replaced(pool):
     assert pool.run(scripts("later")) == [gave(1.0)]
     time.sleep(0.3)
-    assert pool.run(scripts("give 1", "give 2", "give 3")) == [gave(1.0), gave(2.0), gave(3.0)]
+    assert pool.run(scripts("give 1", "x" * 3_000_000, "give 3"))[::2] == [gave(1.0), gave(3.0)]
 
 
 def test_closing_leaves_no_process_and_no_descriptor(path):
     fds = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    pool = make(path, names=("script",))
+    pool = make(path, names=("script",), timeout_s=0.5)
     pids = pool.pids
     pool.run(scripts("hang"))
     pids += pool.pids
@@ -220,17 +203,6 @@ def test_a_file_that_ends_its_process_is_a_config_error(tmp_path):
     children = psutil.Process().children()
     with pytest.raises(ConfigError, match=r"bad.py:f: loading ended the process \(exit status 3\); import"):
         RewardPool([("rewards.functions[0]", FunctionReward(function=f"{tmp_path}/bad.py:f"))], workers=2, timeout_s=1)
-    assert psutil.Process().children() == children
-
-
-def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
-    path = tmp_path / "changes.py"
-    path.write_text("import os\ndef f(prompt, completion, row): os._exit(1)", encoding="utf-8")
-    children = psutil.Process().children()
-    pool = RewardPool([("rewards.functions[0]", FunctionReward(function=f"{path}:f"))], workers=2, timeout_s=5)
-    path.write_text("x = 1  # longer than before, so that no bytecode of it is taken for this", encoding="utf-8")
-    with pytest.raises(ConfigError, match="f: it does not exist"):
-        pool.run([Task(0, (Sample("q", "c", {}),))] * 5)
     assert psutil.Process().children() == children
 
 

@@ -20,8 +20,8 @@ def path(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Counts", "Counts: it does not exist; the classes there are Answers, Count, Guess"),
-        ("function", "function: it is no class; the classes there are"),
+        ("Counts", "Counts: the file has no class Counts"),
+        ("function", "function: the file has no class function"),
         ("NoStep", "'NoStep' has no attribute 'step'; write __init__(self), reset(self, row) and step(self, text)"),
         ("WrongStep", "too many positional arguments; write"),
         ("Needs", "missing a required argument: 'what'; write"),
@@ -79,7 +79,7 @@ def test_a_wrong_answer_names_the_environment_the_row_and_what_is_wrong(path, gi
         (5, "reset returned 5 (int) as the prompt; give text, a message or a list of messages"),
         (
             [{"role": "assistant", "content": "x"}],
-            "reset gave a prompt that cannot be used: prompt has no user turn after",
+            "reset gave a prompt that cannot be used: prompt ends with an assistant turn",
         ),
     ],
 )
