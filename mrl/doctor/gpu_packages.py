@@ -29,7 +29,7 @@ class OptionalPackage:
         """Returns whether Python finds it. To find flash-attn 4 would import the package around it: pip knows of it."""
         if "." in self.module:
             return installed_version(self.distribution) is not None
-        return is_found(self.module) and optional.namespace_folder(self.module) is None
+        return is_found(self.module) and optional.is_package(self.module)
 
     def load(self) -> ImportResult:
         """Imports what a run uses of it, in another process."""

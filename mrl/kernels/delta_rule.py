@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from mrl.kernels import operators
 
-OLDEST = (0, 6)
+OLDEST = Version("0.6")
 """The first version whose kernels were compared with mrl's rule (tests/kernels/test_delta_rule.py)."""
 
 OWN = "mrl"
@@ -31,14 +30,11 @@ NAME = "gated_delta_nets"
 @functools.cache
 def _version() -> str | None:
     """Returns the version of fla-core, or None if it is absent or older than `OLDEST`."""
-    if importlib.util.find_spec("fla") is None:
-        return None
     try:
         version = importlib.metadata.version("fla-core")
-    except importlib.metadata.PackageNotFoundError:  # a package fla of its own, as older ones were
+    except importlib.metadata.PackageNotFoundError:
         return None
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return version if numbers is not None and tuple(map(int, numbers.groups())) >= OLDEST else None
+    return version if Version(version) >= OLDEST else None
 
 
 @functools.cache

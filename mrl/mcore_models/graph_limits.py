@@ -90,10 +90,8 @@ def check_model(
     if not engine.cuda_graphs:
         return
     fix = "leave it out"
-    if fields.get("multi_latent_attention"):
-        _refuse("is not for latent attention", fix)
-    if any(fields.get("linear_attention_freq") or ()):
-        _refuse("is not for gated delta nets", fix)
+    if fields.get("multi_latent_attention") or any(fields.get("linear_attention_freq") or ()):
+        _refuse("is not for latent attention and gated delta nets", fix)
     if fields.get("attention_dropout") or fields.get("hidden_dropout"):
         _refuse("draws no random numbers, and the model's config.json has a dropout", "set it to 0 there, or " + fix)
     if fields.get("num_moe_experts"):

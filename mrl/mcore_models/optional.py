@@ -32,7 +32,7 @@ def fault_of(package: str) -> str | None:
 
     It imports the package to find out: it may lack its extension for torch, or be built for another torch or CUDA.
     """
-    if importlib.util.find_spec(package) is None or namespace_folder(package) is not None:
+    if not is_package(package):
         return ABSENT
     try:
         with warnings.catch_warnings(action="ignore"), use_cudnn_of_torch():
@@ -84,16 +84,11 @@ def _parts_of_cudnn() -> list[pathlib.Path]:
     return [part for folder in folders for part in sorted(folder.glob("lib/libcudnn*.so.*"))]
 
 
-def namespace_folder(package: str) -> pathlib.Path | None:
-    """Returns a folder that Python takes for a package though it has no __init__.py, such as a clone in the current
-    folder.
-
-    Returns None if the package is one, or nothing of that name is found.
-    """
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is not None:
-        return None
-    return next((pathlib.Path(folder) for folder in spec.submodule_search_locations or ()), None)
+def is_package(name: str) -> bool:
+    """Returns whether there is such a package. A folder without __init__.py is none, such as a clone in the current
+    folder."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def is_nvidias_apex() -> bool:

@@ -122,12 +122,10 @@ def check_model(
     """
     if not is_enabled(engine.megatron):
         return
-    if dims.tp == 1:
-        _refuse("is for tensor parallelism, and engine.parallel.tp is 1", "leave it out, or set that to 2 or more")
-    if not dims.sp:
-        _refuse("overlaps what sequence parallelism sends", "leave engine.parallel.sp at auto, or leave this out")
     if dims.tp not in RANKS:
         _refuse(f"is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is {dims.tp}", "set one of them there")
+    if not dims.sp:
+        _refuse("overlaps what sequence parallelism sends", "leave engine.parallel.sp at auto, or leave this out")
     if not packed:
         _refuse("needs packed micro-batches, of one size each", "set data.packing to true, or leave this out")
     if fields.get("multi_latent_attention"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.cases import DELTA, DELTA_MOE, DENSE, GLM, LATENT, MOE, SINKS, _case
-from tests.cuda.test_engine import unexpected
-from tests.tiers import in_tiers, nightly_but
+from tests.cuda.cases import DELTA, DELTA_MOE, DENSE, LATENT, MOE, SINKS, _case
+from tests.tiers import in_tiers
 
 ONCE = {"mrl/ops/devices.py tolist synchronize": 1.0}
 
@@ -78,22 +77,3 @@ def test_the_decoder_takes_transformer_engines_modules(te_worker):
     found = te_worker.call("tests.cuda.decoding:steps", _case(DENSE, spec="te"), cuda_graphs=True)
     assert found.waits == ONCE and found.replays == 1.0 and not found.lines
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= found.modules
-
-
-@pytest.mark.parametrize("model", in_tiers([], [MOE], [DENSE, MOE, LATENT, SINKS, DELTA]))
-def test_positions_under_te_wait_for_nothing(worker, model):
-    """No line waits in an update but those of the local spec's: none in dense and latent layers, and in one of experts
-    those for numbers of tokens."""
-    case = _case(model, spec="te", lengths=(700, 229))
-    found = worker.call("tests.cuda.decoding:under_te_like", case)
-    assert not unexpected(case, found)
-    assert not [line for line in found.syncs if "rope" in line or "attention" in line or "latent" in line]
-    if model in (DENSE, DELTA):
-        assert not [line for line in found.syncs if "megatron/core" in line]
-
-
-@pytest.mark.parametrize("model, by_kernel", nightly_but([(DENSE, True)], [(DENSE, True), (GLM, True), (SINKS, False)]))
-def test_packed_queries_turn_without_waiting(te_worker, model, by_kernel):
-    """SINKS: yarn, whose cosines and sines have a factor that the kernel does not know."""
-    changes = _case(model).changes
-    assert te_worker.call("tests.cuda.decoding:turned", model, changes) == (by_kernel, {})

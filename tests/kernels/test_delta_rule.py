@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from mrl.kernels import delta_rule as kernels
 from mrl.kernels import operators
@@ -165,7 +166,7 @@ def test_whose_rule_a_gpu_has(monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operators, "CAN_COMPILE", False)
         assert kernels.choice(torch.bfloat16) == "mrl"
-    monkeypatch.setattr(kernels, "OLDEST", (99, 0))
+    monkeypatch.setattr(kernels, "OLDEST", Version("99"))
     kernels._version.cache_clear()
     assert kernels.choice(torch.bfloat16) == "mrl"
     kernels._version.cache_clear()

@@ -56,7 +56,7 @@ def test_keys_that_do_not_go_together(engine, model, said):
 
 OF_MODELS = [
     ("deepseek_v3", {}, GRAPHS + "is not for latent attention"),
-    ("qwen3_5", {}, GRAPHS + "is not for gated delta nets"),
+    ("qwen3_5", {}, GRAPHS + "is not for latent attention and gated delta nets"),
     ("qwen3", {"attention_dropout": 0.1}, GRAPHS + "draws no random numbers, and the model's config.json has a dropout"),
     ("gpt_oss", {}, GRAPHS + "needs layers of experts that ask the host for nothing, and the model's have biases"),
 ]  # fmt: skip

@@ -29,16 +29,11 @@ def layout(**degrees):
 @pytest.mark.parametrize(
     "fields, degrees, gpu, reason",
     [
-        (DENSE, {"cp": 2}, H100, None),
-        (DENSE, {}, A100, None),
         (DENSE, {"cp": 2}, A100, "without flash-attn 2"),
-        (DENSE, {"cp": 2}, FLASH, None),
         (DENSE, {"cp": 2}, Gpu(), None),  # of a machine without a GPU: some generation serves it
-        (WINDOWS, {"cp": 2}, H100, None),
         (WINDOWS, {"tp": 8, "cp": 2}, H100, None),  # one key-value head: all_gather
         (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.16")), "2.18 does"),
         (WINDOWS, {"tp": 8, "cp": 2}, FLASH, "windows under cp 2 on GPUs"),
-        (SINKS, {"cp": 2}, H100, None),
         (SINKS, {"cp": 2}, A100, "on GPUs of compute capability 8.0"),
         (SINKS, {"tp": 8, "cp": 2}, Gpu(), "there are 1 key-value heads"),
         (SINKS, {"cp": 3}, Gpu(), "only where cp divides the heads"),

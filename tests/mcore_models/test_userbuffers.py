@@ -72,7 +72,6 @@ def test_published_models_have_it(model):
 
 def test_models_layouts_and_sequences_that_have_not():
     refused = [
-        ({"dims": ParallelDims(2)}, "is for tensor parallelism, and engine.parallel.tp is 1; leave it out, or set .*"),
         ({"dims": ParallelDims(2, tp=2)}, "overlaps what sequence parallelism sends; leave engine.parallel.sp at auto, .*"),
         ({"dims": ParallelDims(6, tp=3, sp=True)}, "is for 2, 4 or 8 tensor-parallel ranks, and engine.parallel.tp is 3; set one of them there"),
         ({"packed": False}, "needs packed micro-batches, of one size each; set data.packing to true, or leave this out"),
