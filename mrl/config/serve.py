@@ -7,8 +7,6 @@ from typing import Literal
 
 from mrl.config.schema import MAX_DEGREE, MAX_SECONDS, REQUIRED, EngineConfig, LogConfig, ModelConfig, key
 
-ROOM = 2**31 - 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServersConfig:

@@ -62,6 +62,8 @@ def generate(
         from_stdin = not (prompts or file is not None or chat or score)
         texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
         asked = bool(texts) or (from_stdin and not is_main)
+        if "" in prompts:
+            raise UserError("--prompt", "", "is no prompt", "give a text")
         _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=is_greedy)
         if tools is not None:
             from mrl.inference.prompts import read_tools
