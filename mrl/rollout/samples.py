@@ -85,8 +85,7 @@ def write_samples(
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
     - step: the next one; for an evaluation the one before it
-    - rewards, advantages: one per trajectory
-    - parts: rewards by label of a reward function
+    - rewards, advantages: one per trajectory. parts: rewards by label of a reward function
     - token_advantages: a trajectory's by token, None if each token has the trajectory's
     - tokens: False leaves out TOKENS
     """
@@ -116,8 +115,7 @@ def write_samples(
         )
         fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
         lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
-    # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
-    content = "".join(lines).encode("utf-8", "backslashreplace")
+    content = "".join(lines).encode("utf-8", "backslashreplace")  # half of a UTF-16 pair, as JSON writes it
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     path, other = plain, plain + COMPRESSED
     if compress:
