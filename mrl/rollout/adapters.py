@@ -16,7 +16,6 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from mrl.engine.lora.identity import weights_fingerprint
 from mrl.engine.lora.shapes import PREFIX as IN_PEFT
 from mrl.errors import ConfigError, ServerError, one_line
 from mrl.rollout.handover import WeightSync, pause
-from mrl.rollout.server import LAST_WORDS_S, ServerGroup
+from mrl.rollout.server import LAST_WORDS_S, Server, ServerGroup
 from mrl.rollout.weights import WeightFolders
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
@@ -84,7 +83,7 @@ class AdapterWeightSync(WeightSync):
 
     def __init__(
         self,
-        servers: ServerGroup[Any],
+        servers: ServerGroup,
         weights_dir: str,
         actor: AdapterTraining,
         text: Sequence[int] = PROBE_IDS,
@@ -104,7 +103,7 @@ class AdapterWeightSync(WeightSync):
             servers.outcomes(lambda s: s.resume())
         self._try_each_kind(text)
 
-    def _check_start(self, server: Any) -> None:
+    def _check_start(self, server: Server) -> None:
         """Refuses a server that cannot do it, as its answers and its files show."""
         if not server.adapters_on:
             why = f"needs servers that take adapters, and {server.http.url} was started without"
@@ -121,14 +120,14 @@ class AdapterWeightSync(WeightSync):
                 "same; start it with that model"
             )
 
-    def admit(self, server: Any) -> None:
+    def admit(self, server: Server) -> None:
         self._check_start(server)
         names = server.adapter_names()
         for name, folder in self._loaded.items():
             if name not in names:
                 server.load_adapter(name, str(folder))
 
-    def _forget_others(self, server: Any, but: Collection[str] = ()) -> None:
+    def _forget_others(self, server: Server, but: Collection[str] = ()) -> None:
         """Drops a server's adapters of earlier weight syncs, also those of an earlier run: their files go next."""
         for name in server.adapter_names():
             if name.startswith(PREFIX) and name not in but:
@@ -237,7 +236,7 @@ class AdapterWeightSync(WeightSync):
         self._folders.keep_only()
 
 
-def _scored(server: Any, *, name: str, folder: pathlib.Path, text: Sequence[int]) -> list[float]:
+def _scored(server: Server, *, name: str, folder: pathlib.Path, text: Sequence[int]) -> list[float]:
     server.load_adapter(name, str(folder))
     return server.score(text, adapter=name)
 

@@ -143,7 +143,7 @@ class Fleet:
         return other
 
     @property
-    def present(self) -> ServerGroup[Server]:
+    def present(self) -> ServerGroup:
         """The servers that are not left out."""
         return ServerGroup(server for server in self._servers if server.http.url not in self.away)
 
@@ -320,7 +320,7 @@ class FleetSampler(Sampler):
     On the main process alone, in any thread.
     """
 
-    def __init__(self, fleet: Fleet, servers: ServerGroup[Server]) -> None:
+    def __init__(self, fleet: Fleet, servers: ServerGroup) -> None:
         self._fleet, self.servers = fleet, servers
         self.held: str | None = None
         self._todo: collections.deque[int] = collections.deque()
@@ -355,7 +355,7 @@ class FleetSampler(Sampler):
 
     def _ask(
         self,
-        servers: ServerGroup[Server],
+        servers: ServerGroup,
         requests: Sequence[SampleRequest],
         completions: dict[int, tuple[Completion, Server]],
         version: str | None,
@@ -408,7 +408,7 @@ class FleetSampler(Sampler):
         elif fleet.changes[url] == change:
             raise error
 
-    def _servers_with(self, version: str | None) -> ServerGroup[Server]:
+    def _servers_with(self, version: str | None) -> ServerGroup:
         """Returns the servers that have the weights, and leaves out the others. Raises ServerError if none is left."""
         fleet = self._fleet
 

@@ -18,7 +18,6 @@ import functools
 import pathlib
 import secrets
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class WeightSync(abc.ABC):
 
     name: str
     why = ""  # it is none that is faster
-    servers: ServerGroup[Any]
+    servers: ServerGroup
 
     @abc.abstractmethod
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
@@ -45,10 +44,10 @@ class WeightSync(abc.ABC):
         that can be reached have the old weights, or stay paused.
         """
 
-    def admit(self, server: Any) -> None:  # noqa: B027 (some have nothing to do)
+    def admit(self, server: Server) -> None:  # noqa: B027 (some have nothing to do)
         """Prepares an inspected server that was started again. Raises UserError if it cannot take weights this way."""
 
-    def use(self, servers: ServerGroup[Any]) -> None:
+    def use(self, servers: ServerGroup) -> None:
         """Sends to these from now on: admitted ones, and those that it sent to before."""
         self.servers = servers
 
@@ -56,9 +55,7 @@ class WeightSync(abc.ABC):
     def close(self) -> None: ...
 
 
-def make_weight_sync(
-    servers: ServerGroup[Any], config: ServerConfig, weights_dir: str, device: torch.device
-) -> WeightSync:
+def make_weight_sync(servers: ServerGroup, config: ServerConfig, weights_dir: str, device: torch.device) -> WeightSync:
     """Returns the way of `config.handover` to inspected servers. device: the one that the actor is on.
 
     `auto` takes the way that all servers have, on a GPU. Raises ConfigError if a server does not have the configured
@@ -71,7 +68,7 @@ def make_weight_sync(
     return LinkWeightSync(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
 
 
-def _choose(servers: ServerGroup[Any], asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
+def _choose(servers: ServerGroup, asked: str, device: torch.device, *, sleeps: bool) -> tuple[str, str]:
     """Returns the way, and why it is none that is faster ("" if there is none)."""
     if asked == "disk":
         return "disk", "as configured"
@@ -104,7 +101,7 @@ def _obstacle(server: Server, way: str, device: torch.device, *, sleeps: bool, n
     return server.memory_obstacle(device, named=named)
 
 
-def pause(servers: ServerGroup[Any]) -> None:
+def pause(servers: ServerGroup) -> None:
     """Pauses all servers. If one cannot, all resume, and ServerError says why."""
     try:
         servers.map(lambda s: s.pause())
@@ -119,15 +116,15 @@ def pause(servers: ServerGroup[Any]) -> None:
 class DiskWeightSync(WeightSync):
     name = "disk"
 
-    def __init__(self, servers: ServerGroup[Any], folders: WeightFolders, why: str = "") -> None:
+    def __init__(self, servers: ServerGroup, folders: WeightFolders, why: str = "") -> None:
         self.servers, self._folders, self.why = servers, folders, why
         self._shapes: Shapes = {}
         self._version: str | None = None
-        self._loaded: dict[Any, tuple[str, str]] = {}  # folder and name of each server's weights
+        self._loaded: dict[Server, tuple[str, str]] = {}  # folder and name of each server's weights
         for server in servers:
             self.admit(server)
 
-    def admit(self, server: Any) -> None:
+    def admit(self, server: Server) -> None:
         self._loaded[server] = (server.path, "as it was started")
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
@@ -183,7 +180,7 @@ class LinkWeightSync(WeightSync):
     """Sends weights through a link. name: of links.LINKS."""
 
     def __init__(
-        self, servers: ServerGroup[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
+        self, servers: ServerGroup, name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
     ) -> None:
         self.servers, self.name, self._device = servers, name, device
         self._bucket_bytes, self._timeout_s = bucket_mb * 2**20, timeout_s
@@ -289,11 +286,11 @@ class LinkWeightSync(WeightSync):
         if link is not None:
             link.close()
 
-    def admit(self, server: Any) -> None:
+    def admit(self, server: Server) -> None:
         if self.name not in server.links:
             raise server.http.error(f"takes no weights by {self.name}; start it with {server.how_to_link}")
 
-    def use(self, servers: ServerGroup[Any]) -> None:
+    def use(self, servers: ServerGroup) -> None:
         self.close()  # the next weight sync makes a link with these
         super().use(servers)
 

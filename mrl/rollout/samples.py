@@ -94,7 +94,7 @@ def write_samples(
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
     - step: the next one; for an evaluation the one before it
-    - rewards, advantages: one per trajectory; parts: rewards by label of a reward function
+    - rewards, advantages: one per trajectory. parts: rewards by label of a reward function
     - token_advantages: a trajectory's by token, None if each token has the trajectory's
     - tokens: False leaves out TOKENS
     """
@@ -122,13 +122,11 @@ def write_samples(
             advantages=None if token_advantages is None else token_advantages[i],
             weights=t.weights,
         )
-        lines.append(
-            json.dumps({k: v for k, v in vars(sample).items() if tokens or k not in TOKENS}, ensure_ascii=False)
-        )
-    # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
-    content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-    path = os.path.join(folder, f"{series}_{step:08d}.jsonl")
-    other = path + COMPRESSED
+        fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
+        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
+    content = "".join(lines).encode("utf-8", "backslashreplace")  # half of a UTF-16 pair, as JSON writes it
+    plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
+    path, other = plain, plain + COMPRESSED
     if compress:
         path, other, content = other, path, gzip.compress(content, mtime=0)  # equal samples are equal bytes
     _write_whole(pathlib.Path(path), content)

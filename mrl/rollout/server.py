@@ -196,7 +196,7 @@ class Server(abc.ABC):
         named: `ipc` is asked for by its name. That decides for a server that does not say.
         """
 
-    def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
+    def memory_link(self, device: torch.device, servers: ServerGroup) -> Link:
         """Returns the link `ipc` for servers of this kind."""
         return SharedMemoryLink(device, len(servers))
 
@@ -221,18 +221,15 @@ class Server(abc.ABC):
         """Takes its processes out of the link, also in the middle of a bucket that does not come."""
 
 
-S = TypeVar("S", bound=Server)
-
-
-class ServerGroup(tuple[S, ...]):
+class ServerGroup(tuple[Server, ...]):
     """Call several servers at the same time."""
 
-    def map(self, call: Callable[[S], T]) -> list[T]:
+    def map(self, call: Callable[[Server], T]) -> list[T]:
         """Makes `call` for each server at the same time. Returns the results when all have ended, or raises the first
         error."""
         return [future.result() for future in self._ended(call)]
 
-    def outcomes(self, call: Callable[[S], T]) -> list[T | ServerError]:
+    def outcomes(self, call: Callable[[Server], T]) -> list[T | ServerError]:
         """Calls like `map`, with a ServerError as the result of its server."""
         outcomes: list[T | ServerError] = []
         for future in self._ended(call):
@@ -242,7 +239,7 @@ class ServerGroup(tuple[S, ...]):
                 outcomes.append(error)
         return outcomes
 
-    def _ended(self, call: Callable[[S], T]) -> list[concurrent.futures.Future[T]]:
+    def _ended(self, call: Callable[[Server], T]) -> list[concurrent.futures.Future[T]]:
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
             return [pool.submit(call, server) for server in self]
 
@@ -269,7 +266,7 @@ class ServerGroup(tuple[S, ...]):
         for server in self:
             server.http.allow_requests()
 
-    def call_within(self, seconds: float, call: Callable[[S], None]) -> None:
+    def call_within(self, seconds: float, call: Callable[[Server], None]) -> None:
         """Makes `call` for each server, and ends those that take longer. Errors are ignored."""
         with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
             futures = [pool.submit(call, server) for server in self]
@@ -277,7 +274,7 @@ class ServerGroup(tuple[S, ...]):
             self.abort_requests()
         self.allow_requests()
 
-    def call_while(self, call: Callable[[S], None], act: Callable[[Callable[[], bool]], None]) -> None:
+    def call_while(self, call: Callable[[Server], None], act: Callable[[Callable[[], bool]], None]) -> None:
         """Makes `call` for each server while `act` runs; returns when all have ended. Raises the first error.
 
         act: is given a function that says whether a server has failed. It then ends without waiting for the server. If

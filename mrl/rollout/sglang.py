@@ -137,7 +137,7 @@ class SGLangServer(Server):
         # Memory that it cannot map ends a process of SGLang, and with it the server.
         return None if named else "SGLang does not say which GPUs it sees"
 
-    def memory_link(self, device: torch.device, servers: ServerGroup[Any]) -> Link:
+    def memory_link(self, device: torch.device, servers: ServerGroup) -> Link:
         return PickledLink(device, servers.map(lambda s: s.workers()))
 
     def join(self, offer: dict[str, Any]) -> None:

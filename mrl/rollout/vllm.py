@@ -96,8 +96,10 @@ class VLLMServer(Server):
             info = self.http.get("/server_info?config_format=json")
             self.version()
         except ServerError as error:
-            why = f"({error}); start vLLM 0.32.0 or newer with the environment variable VLLM_SERVER_DEV_MODE=1"
-            raise self.http.error(f"cannot take new weights {why}") from None
+            if error.status != 404:
+                raise
+            fix = "start vLLM 0.32.0 or newer with the environment variable VLLM_SERVER_DEV_MODE=1"
+            raise self.http.error(f"cannot take new weights; {fix}") from None
         with self._reading("/server_info"):
             config = info["vllm_config"]["model_config"]
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
+from mrl.errors import UserError
 from mrl.inference.places import find_model
 from tests.convert.test_composite import make
 from tests.engine import tiny

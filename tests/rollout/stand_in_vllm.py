@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -53,7 +52,6 @@ class LLM:
         self.model = Model(self.names)
         self.model_runner = types.SimpleNamespace(get_model=lambda: self.model)
         self.ended = self.cached = self.stale = False
-        self.environment = dict(os.environ)
         self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=self._shutdown))
         self.made.append(self)
 

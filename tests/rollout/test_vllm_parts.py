@@ -205,10 +205,6 @@ def test_weights_that_find_no_memory_are_said_on_every_rank(bad_rank, wakes, why
     assert "train.offload_idle to always" in lines[0] and "rollout.server.memory_fraction" in lines[0]
 
 
-def test_an_engine_is_of_its_process():
-    assert run_case(2, "tests.rollout.vllm_cases:an_engine_is_of_its_process") == [("0", "0", "5"), ("0", "1", "6")]
-
-
 def test_a_run_that_an_error_ends_waits_for_no_group():
     assert not run_case(2, "tests.rollout.vllm_cases:a_run_that_an_error_ends_waits_for_no_group")
 

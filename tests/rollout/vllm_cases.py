@@ -118,21 +118,6 @@ def weights_without_memory_are_said_on_every_rank(bad_rank: int, wakes: bool) ->
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
 
 
-def an_engine_is_of_its_process() -> list[tuple[str, ...]]:
-    """What vLLM finds in the environment of each rank. It would make a process of its own, which has no group to join."""
-    os.environ["LOCAL_RANK"], outside = str(5 + dist.get_rank()), os.environ.get("LOCAL_RANK")
-    try:
-        with stand_in_vllm.installed() as vllm:
-            sampler_of()
-            names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK")
-            found = tuple(vllm.made[0].environment[name] for name in names)
-    finally:
-        os.environ.pop("LOCAL_RANK")
-        if outside is not None:
-            os.environ["LOCAL_RANK"] = outside
-    return list(collective.all_ranks().gather(found))
-
-
 def a_run_that_an_error_ends_waits_for_no_group() -> bool:
     """Ending an engine's groups is collective, and other ranks may be gone."""
     with stand_in_vllm.installed() as vllm:
