@@ -193,15 +193,6 @@ class Encoder:
             self._turn_ends[key] = probe.find()
         return self._turn_ends[key]
 
-    def changed_ends_note(self) -> str | None:
-        """Returns the change in the ends of conversations, for the resume of an older run."""
-        ends, name = self.turn_ends(), self.tokenizer.convert_ids_to_tokens
-        if ends.kind == "next turn" and self.loss_on == "all":
-            return f"a conversation ends with {name(ends.last)!r}, which trains"
-        if ends.ending and self.loss_on != "all" and not self._has_markers(Chat([])):
-            return f"a conversation's last turn trains up to {name(ends.last)!r}, and what follows does not"
-        return None
-
     def chat(self, chat: Chat) -> Encoded:
         """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:

@@ -156,17 +156,3 @@ def test_answers_of_preferences_end_so_and_scored_sequences_are_as_the_template_
     assert [trained_text(tokenizer, answer) for answer in pair.answers] == [["\n4<|user|>"], ["\nfox<|user|>"]]
     scored = test_scored.dataset(tmp_path, row, tokenizer=tokenizer).load(0)
     assert [tokenizer.decode(one.ids).endswith(("\n4", "\nfox")) for one in scored.sequences] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("template", "loss_on", "says"),
-    [
-        (tiny_tokenizers.EOS_AT_THE_END, "assistant", "last turn trains up to '<|im_end|>', and what follows does not"),
-        (tiny_tokenizers.EOS_AT_THE_END, "all", None), (tiny_tokenizers.CHATML, "assistant", None),
-        (BY_PLACE, "assistant", None), (NEXT_TURN, "assistant", None), (None, "assistant", None),
-        (NEXT_TURN, "all", "a conversation ends with '<|user|>', which trains"),
-    ],
-)  # fmt: skip
-def test_what_a_resume_says_of_rows_of_an_older_run(template, loss_on, says):
-    found = Encoder(make_tokenizer(template), loss_on).changed_ends_note()
-    assert found is None if says is None else says in found
