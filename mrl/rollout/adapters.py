@@ -166,19 +166,6 @@ class AdapterWeightSync(WeightSync):
         """Sends adapters, as `BaseEngine.adapter_weights` gives them. The weights get the adapter's name."""
         return self._load(*self._written(dict(weights)))
 
-    def send_files(self, files: Mapping[str, bytes]) -> str:
-        """Sends adapters of `files`. Returns their name."""
-        name, folder = self._new()
-        with self._writing():
-            folder.mkdir(parents=True)
-            for file, content in files.items():
-                (folder / file).write_bytes(content)
-        return self._load(name, folder)
-
-    def files(self, name: str) -> dict[str, bytes]:
-        """Returns the files of adapters that servers still have."""
-        return {file.name: file.read_bytes() for file in self._loaded[name].iterdir()}
-
     def _load(self, name: str, folder: pathlib.Path) -> str:
         """Loads new adapters into all servers, and drops those that nothing names. Running requests go on if in_use
         says what they name."""

@@ -7,13 +7,12 @@ after. Completions of a server with another name do not count: it was started ag
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,24 +25,10 @@ from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.handover import WeightSync, make_weight_sync
 from mrl.rollout.http import HttpClient, RequestAborted
 from mrl.rollout.server import Server, ServerGroup
-from mrl.words import pluralize
 
 ASYNC_KEY = "rollout.async_level"
 
 AWAY_S = 10.0  # longest wait for an answer of a server that was left out
-
-
-class SyncGivenUp(ServerError):
-    """`Fleet.abort_syncs` ended a weight sync."""
-
-
-@contextlib.contextmanager
-def _of_sync() -> Iterator[None]:
-    """Raises SyncGivenUp for what `Fleet.abort_syncs` ends inside."""
-    try:
-        yield
-    except RequestAborted as error:
-        raise SyncGivenUp(f"rollout.server.urls: the weight sync to {error} was given up") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +157,6 @@ class Fleet:
         if is_new:
             self._say(f"{why}; it is left out until it is there again")
 
-    @_of_sync()
     def find_servers(self) -> None:
         """Takes in servers that were started again, and leaves out those that are gone. Comes before a weight sync."""
         if self.version is None:  # they have no weights of this run
@@ -249,11 +233,6 @@ class Fleet:
         adapter = self.version if self.takes_adapters else None
         return self.present.map(lambda s: s.score(tokens, adapter=adapter))
 
-    def waits_for(self) -> str:
-        """Says which servers are asked, and how many requests none of them has yet."""
-        urls, waiting = ", ".join(server.http.url for server in self.present), sum(s.waiting for s in self.samplers)
-        return f"{urls} still answer(s), and {pluralize(waiting, 'request')} wait(s)"
-
     def abort(self) -> None:
         """Ends requests for completions that are under way. They raise RequestAborted."""
         for sampler in self.samplers:
@@ -264,30 +243,10 @@ class Fleet:
         for sampler in self.samplers:
             sampler.servers.allow_requests()
 
-    def abort_syncs(self) -> None:
-        """Ends requests of weight syncs. Those under way, and all until `allow_syncs`, raise SyncGivenUp."""
-        self._servers.abort_requests()
-
-    def allow_syncs(self) -> None:
-        """Undoes `abort_syncs`."""
-        self._servers.allow_requests()
-
-    @_of_sync()
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Gives all servers the new weights, as `WeightSync.send`."""
         self.version = self.handover.send(weights)
 
-    @_of_sync()
-    def send_adapter_files(self, files: Mapping[str, bytes]) -> None:
-        """Gives all servers adapters of `adapter_files`."""
-        assert isinstance(self.handover, AdapterWeightSync), "servers get whole weights"
-        self.version = self.handover.send_files(files)
-
-    def adapter_files(self, version: str) -> dict[str, bytes] | None:
-        """Returns the files of adapters that servers have; None if they get whole weights."""
-        return self.handover.files(version) if isinstance(self.handover, AdapterWeightSync) else None
-
-    @_of_sync()
     def check_probe(self, probe: Probe, expected: Sequence[float]) -> None:
         """Raises ServerError if a server's log-probs of the probe are not about the `expected` ones."""
         self.probe_gap = 0.0

@@ -47,7 +47,7 @@ def test_a_change_that_breaks_the_run_is_refused_with_both_values(inputs, stoppe
         assert ended in ("ConfigError", "CheckpointError"), (ended, message)
         shown = [value if isinstance(value, str) else json.dumps(value), before.strip('"')]
         assert name in message and all(words in message for words in shown), message
-    assert sorted(p.as_posix() for p in stopped.rglob("*")) == files and not (tmp_path / "new").exists()
+    assert sorted(p.as_posix() for p in stopped.rglob("*")) == files and not list((tmp_path / "new").glob("*"))
 
 
 def test_other_changes_are_said_with_both_values_and_work(inputs, copy):

@@ -276,11 +276,6 @@ def test_adapters_that_requests_name_stay_and_nothing_is_paused(dense, tmp_path)
     in_use.add(second)
     third = way.send(iter(tensors(dense, LORA, 2).items()))
     assert list(server.has) == [second, third] and {PREFIX + f.name for f in tmp_path.iterdir()} == {second, third}
-    files = way.files(second)
-    in_use.clear()
-    again = way.send_files(files)
-    assert list(server.has) == [again] and {PREFIX + f.name for f in tmp_path.iterdir()} == {again}
-    assert all(torch.equal(server.has[again][n], t) for n, t in tensors(dense, LORA, 1).items())
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def rl_config(rl_inputs, output, **changes):
 @pytest.mark.slow
 def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
     """No second model is held; the KL of the first rollout is exactly 0 (a guard), and not after a step."""
-    config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 3}, actor={"engine": engine("megatron", tp=2)})
+    config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4}, actor={"engine": engine("megatron", tp=2)})
     train(config, WORLD)
     rows = tiny_policies.metrics_of(tmp_path / "run")
     kls = [row["actor/sequence_kl"] for row in rows if "actor/sequence_kl" in row]

@@ -214,7 +214,7 @@ def test_teachers_and_reward_models_of_images_are_refused(pairs, tmp_path, case,
     made = config(pairs, tmp_path / "run", data=data, engine={}, **keys)
     kind, message, _ = run_case(1, f"tests.trainers.{case}:train", config=made)
     assert kind in ("ConfigError", "ModelError") and says in message and "\n" not in message, message
-    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "run").glob("*"))
 
 
 def test_a_reference_that_reads_text_alone_is_refused(pairs, inputs, tmp_path):

@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_number_keeps_its_batch_and_saves_nothing(inputs, tmp_
     last = tmp_path / "run" / "checkpoints" / "step_00000003"
     assert ended == "TrainingError"
     assert message == (
-        f"step {step}: the {role}'s loss is nan; the mini-batch is in {failed}; the last good checkpoint is {last}"
+        f"step {step}: the {role}'s loss is nan; the batch is in {failed}; the last good checkpoint is {last}"
     )
     kept = torch.load(failed, weights_only=True)
     assert kept["step"] == step and len(kept["lengths"]) == 4 and int(kept["lengths"].sum()) == len(kept["tokens"])
