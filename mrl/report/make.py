@@ -68,15 +68,7 @@ class Report:
         """Returns the table for the terminal."""
         look = self._wanted.look
         table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric)
-        return "\n".join([table, *self._not_drawn(runs), *_differences(runs)])
-
-    def _not_drawn(self, runs: Sequence[Run]) -> list[str]:
-        """Returns a line on the runs that lack the axis of the page's curves."""
-        axis = self._wanted.look.axis
-        left = [run.name for run in runs if run.table.axis(axis) is None]
-        if self._wanted.folder is None or not left:
-            return []
-        return ["", printable(f"not drawn over {axis}, which metrics.jsonl does not say: {', '.join(left)}")]
+        return "\n".join([table, *_differences(runs)])
 
 
 def check_folder(folder: pathlib.Path) -> None:

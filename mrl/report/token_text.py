@@ -36,11 +36,7 @@ class TokenTexts:
         if not self._looked:
             self._looked = True
             self._tokenizer = self._load()
-        if self._tokenizer is None:
-            return None
-        if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            return None
-        return _pieces(self._tokenizer, list(ids))
+        return None if self._tokenizer is None else _pieces(self._tokenizer, list(ids))
 
     def _load(self) -> Any:
         keys = read_settings(self._run / CONFIG).keys

@@ -106,13 +106,6 @@ def test_the_whole_model_is_linked(tmp_path):
     assert made.parameters == sum(t.numel() for t in load_file(Path(source, "model.safetensors")).values())
 
 
-def test_the_head_of_a_random_value_model_is_drawn(tmp_path):
-    """A run starts it at zero, and then nothing below it would have a gradient to compare."""
-    source = tiny.make_model(str(tmp_path / "source"), "llama")
-    made = folders.make_folder(source, str(tmp_path / "out"), cut=None, head="value", init="random", seed=3)
-    assert made.init == "pretrained" and load_file(Path(made.path, "model.safetensors"))["score.weight"].all()
-
-
 def test_a_cut_has_random_weights_with_norms_that_are_not_one(tmp_path):
     source = tiny.make_model(str(tmp_path / "source"), "qwen2", layers=4)
     made = folders.make_folder(

@@ -156,7 +156,6 @@ def test_refusals(no_pictures):
     ):  # fmt: skip
         assert mrl(*words, ends=2) == says
     assert not pathlib.Path("b/report").exists()
-    assert "\nnot drawn over tokens, which metrics.jsonl does not say: b\n" in mrl("a", "b", "--x", "tokens")
 
 
 def test_every_example_of_the_help_runs(monkeypatch, no_pictures):

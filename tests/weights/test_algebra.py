@@ -68,17 +68,6 @@ def test_qkv(tp, groups, queries, head_dim, columns, factor):
 
 
 @settings(max_examples=100, deadline=None)
-@given(tp=DEGREES, per_rank=SMALL, columns=st.sampled_from([None, 1, 3]))
-def test_gate_up(tp, per_rank, columns):
-    shape = (tp * per_rank,) if columns is None else (tp * per_rank, columns)
-    tensors = numbered([shape, shape])
-    gate, up = tensors.values()
-    shards = split_and_merge(rule_for("gate_up", [shape, shape], tp), tensors)
-    for rank, shard in enumerate(shards):
-        assert torch.equal(shard, torch.cat([gate.chunk(tp)[rank], up.chunk(tp)[rank]]))
-
-
-@settings(max_examples=100, deadline=None)
 @given(tp=DEGREES, rows=SMALL, columns=SMALL)
 def test_column_row_and_replicated(tp, rows, columns):
     for kind, dim in (("column", 0), ("row", 1)):

@@ -196,7 +196,7 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "empty folder": (False, lambda f: f.joinpath(SINGLE).unlink(), "has neither model.safetensors nor"),
     "pickle only": (False, _pickle_only, r"only pickle weights \(pytorch_model.bin\)"),
     "truncated data": (False, _truncate, "model.safetensors: truncated or not .*not fully covered"),
-    "empty file": (False, lambda f: _truncate(f, keep=0), "truncated or not a safetensors file"),
+    "empty file": (False, lambda f: _truncate(f, keep=0), "truncated, a pointer of Git LFS, or not"),
     "a pointer": (False, lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"), "a pointer of Git LFS"),
     "header is no JSON": (False, lambda f: _header(f, b"{" * 15), "invalid JSON in header"),
     "overlapping tensors": (False, lambda f: _header(f, _entry("a"), _entry("b")), "invalid offset for tensor"),
