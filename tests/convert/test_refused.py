@@ -136,10 +136,6 @@ def test_metadata_that_lies_is_refused(imported):
         TorchDistReader(imported / "mcore").read("decoder.final_layernorm.weight", [(0, 32)])
 
 
-
-
-
-
 class Evil:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
