@@ -223,6 +223,9 @@ class Mixer:
             last = None
             if share.epochs is not None and not source.is_streamed:
                 last = math.floor(Fraction(str(share.epochs)) * len(source))
+            if last == 0:
+                why = f"is {share.epochs:g}, which of its {len(source)} rows is none"
+                raise DataError(f"data.train, source {share.title}, epochs", why=why, fix="give more, or leave it out")
             self.last.append(last)
             of_epoch = functools.partial(order, share.title)
             of_part = functools.partial(order_of_part, share.title)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.batch import Batch
@@ -20,10 +21,11 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.data.stream import Report
+from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.rows import run_task
 from mrl.trainers.task import HFConfig, Task, role_config
 from mrl.trainers.trainer import Trainer
-from mrl.weights.hf_config import vocab_size_of
+from mrl.weights.hf_config import read_hf_config, vocab_size_of
 from mrl.weights.tokenizer_files import write_pad_token
 
 
@@ -71,6 +73,12 @@ class RMTask(Task[RMConfig]):
         assert isinstance(rows, ScoredDataset)
         self.padding = token, text = rows.padding
         trainer.console.say(f"scores are read at the last token before the padding, which is {text!r} ({token})")
+        kind = read_hf_config(trainer.dispatch.engines[MODEL].config.model.path)["model_type"]
+        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            trainer.console.say(
+                f"transformers has no sequence classifier of model_type {kind}: what is exported loads in mrl alone, "
+                "as model.path here and as reward.model.path"
+            )
 
     def after_export(self, path: str) -> None:
         """Names the padding that scores were read by, in config.json and in the tokenizer."""

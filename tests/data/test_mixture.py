@@ -304,6 +304,11 @@ def test_shares_of_nothing_are_refused():
             from_dict({**BASE, "data": {**BASE["data"], "train": train, "mix_by": "tokens"}})
 
 
+def test_a_share_of_no_row_is_refused(files):
+    with pytest.raises(DataError, match="^data.train, source c, epochs: is 0.1, which of its 5 rows is none; give"):
+        source(listed(files, a={}, c={"epochs": 0.1}))
+
+
 def test_what_is_wrong_with_a_source_is_said_of_its_key(files):
     with pytest.raises(
         DataError, match=r"^data.train\[1\]: data.split: 'train', but data.train .* is files, which have"

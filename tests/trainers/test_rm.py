@@ -219,6 +219,26 @@ def test_a_language_model_gets_a_head_that_starts_at_zero_and_all_of_it_trains(p
     assert about["architectures"] == ["Qwen3ForSequenceClassification"] and len(about["id2label"]) == 1
 
 
+@pytest.mark.slow
+def test_a_family_without_a_classifier_in_transformers_is_said(places, tmp_path):
+    """Such an export is a reward model of mrl's, and of nobody else."""
+    shutil.copytree(places / "model", tmp_path / "model")
+    before = json.loads((tmp_path / "model" / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id", "bos_token_id", "eos_token_id")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    AutoConfig.for_model("olmoe", **{k: before.get(k) for k in names}, **sizes).save_pretrained(tmp_path / "model")
+    own = {"path": str(tmp_path / "model"), "init": "random"}
+    config = make_config(
+        places, tmp_path / "run", "regression", model=own, engine=MEGATRON, train={"steps": 1},
+        data={"eval": None}, checkpoint={"export_hf": True},
+    )  # fmt: skip
+    ended, why, said = run_case(1, CASE, config=config)
+    assert ended == "done", why
+    assert "transformers has no sequence classifier of model_type olmoe: what is exported" in said
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "hf")
+
+
 @pytest.mark.parametrize("backend, export", [("fsdp", "adapter"), ("megatron", "merged")])
 def test_adapters_and_the_head_train_and_are_exported(places, tmp_path, backend, export):
     """From a language model, where adapters wait for the head, and A for B. peft's classifier has the same scores."""
