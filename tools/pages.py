@@ -43,7 +43,7 @@ Each section has one table, because commands and roles share them. To find `acto
 - The run itself reads weights and checkpoints, before its first step.
 - Keys of verl, NeMo-RL and TRL: [coming-from.md](coming-from.md).
 
-The default learning rate depends on the command. A run prints it at its start and writes it to config.yaml:
+The default learning rate depends on the command. A run writes it to config.yaml:
 
 {rates}
 """

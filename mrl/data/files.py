@@ -49,8 +49,11 @@ def row_error(where: str, bad: BadRow) -> DataError:
 
 
 def open_file(path: str) -> JsonlFile | ParquetFile:
-    """Returns the rows of one file, by its suffix."""
-    return JsonlFile(path) if path.endswith(JSONL_SUFFIXES) else ParquetFile(path)
+    """Returns the rows of one file, by its suffix. Raises DataError."""
+    try:
+        return JsonlFile(path) if path.endswith(JSONL_SUFFIXES) else ParquetFile(path)
+    except OSError as e:
+        raise DataError(path, why=f"cannot be read ({e})", fix="check the file and its permissions") from e
 
 
 # ---------------------------------------------------------------------------------------------- the cache of copies
@@ -208,7 +211,7 @@ def _arrow_value(value: Any, type: pyarrow.DataType) -> Any:
             raise BadRow(f"a value of type JSON is {value!r:.40} ({e}); write it as JSON") from None
     if isinstance(type, pyarrow.StructType):
         return arrow_row(value, type)
-    is_list = isinstance(value, list) and not isinstance(type, pyarrow.MapType)
+    is_list = isinstance(value, list) and not isinstance(type, pyarrow.MapType | pyarrow.BaseExtensionType)
     if is_list and not pyarrow.types.is_primitive(type.value_type):
         return [_arrow_value(v, type.value_type) for v in value]
     return value

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow
 
 from mrl.config.urls import shown_url
 from mrl.data.files import SUFFIXES, JsonlFile, ParquetFile, arrow_row, open_file
@@ -103,11 +104,18 @@ def open_stream(path: str, *, split: str | None, buffer: int, exchange: Exchange
     return StreamedRows(find, buffer=buffer, key="data.train", what=shown_url(path), exchange=exchange)
 
 
+def _load_saved(path: str) -> Any:
+    try:
+        return datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as e:
+        raise DataError(path, why=f"is a saved data set that cannot be read ({e})", fix="save it again") from e
+
+
 def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     """Returns the rows at `path`; `part`: of data.train or data.eval. Raises DataError; empty is an error."""
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
-        rows = _choose_split(local, datasets.load_from_disk(local), split, part, {})
+        rows = _choose_split(local, _load_saved(local), split, part, {})
     elif files := _data_files(local, split, part):
         of_files = files_of_path(f"data.{part}", path, files)
         check_splits([of_files])

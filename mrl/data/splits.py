@@ -17,9 +17,11 @@ from mrl.data.files import SUFFIXES
 from mrl.errors import DataError
 
 _HELD_OUT = re.compile(
-    r"(?<![^\W\d_])((?:test|eval|dev|val|valid)(?:s|set)?|testing|evaluation|validation|held[-_ ]?out)(?![^\W\d_])",
+    r"(?<![^\W\d_])((?:test|eval|dev|val|valid)(?:s|set)?|testing|evaluation|validation|(?:held|hold)[-_ ]?out)"
+    r"(?![^\W\d_])",
     re.IGNORECASE,
 )
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])")  # trainData, GSMTest, GSM8KTest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def check_splits(every: Sequence[NamedFiles]) -> None:
 
 def _kinds(text: str) -> frozenset[str]:
     """Returns the words of a text that hold it out, by their first letter: `val` and `validation` are one."""
-    return frozenset(word[0].lower() for word in _HELD_OUT.findall(text))
+    return frozenset(word[0].lower() for word in _HELD_OUT.findall(_CAMEL_CASE.sub("_", text)))
 
 
 def _first_of_each_kind(files: Sequence[str]) -> Mapping[frozenset[str], str]:

@@ -39,16 +39,24 @@ def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[di
 
 
 def write_whole(result: dict[str, Any], path: str) -> None:
-    """Writes a result."""
-    with _refused(path), open(os.path.expanduser(path), "w", encoding="utf-8") as out:
-        json.dump(result, out, ensure_ascii=False, indent=1)
-        out.write("\n")
+    """Writes a result, whole or not at all; into a pipe or a device as it comes."""
+    file = os.path.expanduser(path)
+    is_plain = not file.startswith("/dev/") and (os.path.isfile(file) or not os.path.exists(file))
+    file = os.path.realpath(file) if is_plain else file
+    part = f"{file}.part" if is_plain else file
+    with _refused(path):
+        with open(part, "w", encoding="utf-8") as out:
+            json.dump(result, out, ensure_ascii=False, indent=1)
+            out.write("\n")
+        if is_plain:
+            os.replace(part, file)
 
 
 def check_writable(path: str) -> None:
     """Raises ConfigError if the folder of --out is not there, or its file cannot be written. Its content stays."""
-    folder = os.path.dirname(os.path.realpath(os.path.expanduser(path)))
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    file = os.path.expanduser(path)
+    folder = os.path.dirname(os.path.realpath(file))
+    if os.path.isdir(file) or not os.access(file if os.path.exists(file) else folder, os.W_OK):
         raise ConfigError("--out", quoted(path), "cannot be written", "give a file in a folder that is there")
 
 

@@ -12,7 +12,7 @@ import logging
 import pathlib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,11 +108,11 @@ class RowCache:
         """Whether `read` left out a file: made by something else, or damaged."""
         return bool(self._unread)
 
-    def read(self) -> None:
-        """Reads the files that were made by the same."""
+    def read(self, names: Sequence[str]) -> None:
+        """Reads those of the files that were made by the same."""
         self.files, self.places, self._unread = [], {}, []
         self._added.clear()
-        for path in sorted(self.folder.glob("log_probs*.pt")):
+        for path in (self.folder / name for name in names):
             saved = saved_by(path, self.made_by, fields=("names", "counts", *self.fields), mmap=True)
             if saved is None:
                 self._unread.append(path)
@@ -191,7 +191,12 @@ def fill(
     Raises Stopped after a signal, once what is known is written.
     """
     dispatch, console = trainer.dispatch, trainer.console
-    cache.read()
+
+    def read() -> None:
+        """Reads the same files on every rank: a node may not see yet what another one wrote."""
+        cache.read(dispatch.on_main(lambda: sorted(path.name for path in cache.folder.glob("log_probs*.pt"))))
+
+    read()
     missing = cache.lacks(batches)
     first = next(missing, None)
     if first is None:
@@ -213,4 +218,4 @@ def fill(
     dispatch.on_main(cache.write)
     dispatch.engines.pop(name, None)
     console.say(f"{name}: its log-probs of {cache.count:,} rows are written to {cache.folder}")
-    cache.read()
+    read()

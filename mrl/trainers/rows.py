@@ -153,6 +153,7 @@ class RowsTrainer(Trainer):
 
     def restore(self, start: StartState) -> None:
         super().restore(start)
+        self.progress.trained.clear()  # the layout or the precision may be another: the first step is watched again
         if self.progress.logged < self.total_steps:
             self.console.doing("reading the first rows")  # a bad one is an error before anything is written
             self.source.prefetch()

@@ -149,6 +149,9 @@ def check_rights(folder: pathlib.Path) -> None:
 def refuse_foreign(path: pathlib.Path) -> None:
     """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
     check_rights(path)
+    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
+        why = "has checkpoints that is no folder, or a link to one that is not there"
+        raise ConfigError("output_dir", quoted(str(path)), why, "put that folder back, or give another output_dir")
     config = path / "config.yaml"
     if config.exists() and not config.read_text(encoding="utf-8", errors="replace").startswith("# Written by mrl"):
         raise ConfigError(

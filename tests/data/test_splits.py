@@ -14,7 +14,8 @@ from tests.data.test_rows import hub_in
 
 HELD_OUT = (
     "gsm_test", "test-00000-of-00001", "gsm.test.v2", "a-val_1", "Validation", "x_VALID", "dev", "my dev", "evals",
-    "a.eval", "evaluation2", "testing", "test1", "testset", "gsm_held_out", "heldout-1", "a(test)",
+    "a.eval", "evaluation2", "testing", "test1", "testset", "gsm_held_out", "heldout-1", "hold-out", "a(test)",
+    "testData", "GSMTest", "GSM8KTest", "heldOut",
 )  # fmt: skip
 TRAINS = ("latest", "contest", "evaluated", "invalid", "device", "validity", "attest_1", "developer", "gsm_train", "é1")
 

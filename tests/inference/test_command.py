@@ -86,6 +86,7 @@ GENERATE = ("generate", "./model")
 WRONG_ON_ONE_RANK = {
     "no text on stdin": (GENERATE, "mrl: mrl generate: has no prompt; give --prompt TEXT, "),
     "no folder of --out": ((*GENERATE, "--prompt", "x", "--out", "no/where"), "mrl: --out: value 'no/where' cannot"),
+    "a folder as --out": ((*GENERATE, "--prompt", "x", "--out", "."), "mrl: --out: value '.' cannot"),
     "no model on the second node": ((*GENERATE, "--prompt", "x"), "mrl: rank 1: MODEL: value './model' does not exist"),
 }
 

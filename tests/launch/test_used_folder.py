@@ -101,6 +101,12 @@ def test_what_is_saved_is_looked_at_before_torch_is_loaded_and_a_dry_run_says_wh
     assert rendered[1].startswith("#!"), "a script is rendered where neither weights nor rows are"
 
 
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_no_start_from_the_beginning(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="has checkpoints that is no folder, or a link to one that is not there"):
+        used_folder.refuse_foreign(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "is_complete"),
     [

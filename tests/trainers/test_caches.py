@@ -23,6 +23,10 @@ def of_tokens(folder, made_by=None):
     return RowCache(folder, made_by or {}, ("ids", "log_probs"), per_token=True)
 
 
+def names(folder):
+    return sorted(path.name for path in folder.glob("log_probs*.pt"))
+
+
 def of_rows(folder, made_by=None):
     return RowCache(folder, made_by or {}, ("log_probs",), per_token=False)
 
@@ -38,11 +42,11 @@ def test_a_cache_knows_a_row_by_its_tokens_and_what_trains_of_them(tmp_path):
     cache = of_tokens(tmp_path, {"temperature": 1.0})
     cache.add(batch, said(list(range(5))))
     cache.write()
-    cache.read()
+    cache.read(names(tmp_path))
     assert cache.count == 2 and not list(cache.lacks([batch]))
     assert cache.of(batch.select([2, 0]))["ids"][:, 0].tolist() == [1, 2, 0]
     other = of_tokens(tmp_path, {"temperature": 2.0})
-    other.read()
+    other.read(names(tmp_path))
     assert other.count == 0 and len(list(other.lacks([batch]))) == 1
     other.add(batch, said(list(range(5))))
     other.write()
@@ -60,12 +64,12 @@ def test_files_are_whole_or_not_there_and_small(tmp_path, monkeypatch):
     assert cache.count == 5 and [path.name for path in files] == ["log_probs-00000.pt", "log_probs-00001.pt"]
     cache.write()  # the last row
     (tmp_path / "log_probs-00003.partial").write_bytes(b"")
-    cache.read()
+    cache.read(names(tmp_path))
     assert cache.count == 5 and [int(cache.of(batch)["ids"][0, 0]) for batch in batches] == [0, 1, 2, 3]
     assert all(cache.of(batch)["ids"][-1, 0] == 0 for batch in batches)  # as it was said first
     files[1].write_bytes(files[1].read_bytes()[:-200])
     torn = of_tokens(tmp_path)
-    torn.read()
+    torn.read(names(tmp_path))
     assert [batch is batches[1] or batch is batches[2] for batch in torn.lacks(batches)] == [True, True]
 
 
@@ -76,10 +80,10 @@ def test_what_a_cache_knows_stays_where_rows_are_added(tmp_path):
     cache.add(first, {"log_probs": torch.tensor([-1.0], dtype=torch.float64)})
     cache.add(both, {"log_probs": torch.tensor([-1.5, -2.0], dtype=torch.float64)})
     cache.write()
-    cache.read()
+    cache.read(names(tmp_path))
     assert cache.of(both)["log_probs"].tolist() == [-1.0, -2.0]
     other = of_rows(tmp_path, with_precision(EngineConfig(megatron={"fp8": "e4m3"})))
-    other.read()
+    other.read(names(tmp_path))
     assert other.count == 0 and with_precision(EngineConfig(megatron={"overlap_grad_reduce": True})) == {}
 
 
@@ -97,7 +101,7 @@ def test_a_bit_that_changed_is_no_other_number(tmp_path, caplog):
         content[at] ^= 1
         file.write_bytes(content)
         again = of_tokens(tmp_path)
-        again.read()
+        again.read(names(tmp_path))
         lacking.append(len(list(again.lacks([batch]))))
     assert set(lacking) <= {0, 1}
     assert lacking.count(0) < len(lacking) / 2, "padding between records says nothing"
