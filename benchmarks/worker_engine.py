@@ -39,7 +39,7 @@ def with_entropy(data, predictions, ctx):
 
 def state_mb(engine) -> float:
     """Of this rank, on the device now."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().size() for kind in KINDS for t in engine.offload.tensors(kind)}  # fmt: skip
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().size() for kind in KINDS for t in engine.offload._tensors[kind]()}  # fmt: skip
     return sum(storages.values()) / 2**20
 
 

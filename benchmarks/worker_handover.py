@@ -109,7 +109,7 @@ def gap(a: list[float], b: list[float]) -> float:
 
 def scale(engine: BaseEngine, factor: float) -> None:
     with torch.no_grad():
-        for tensor in engine.offload.tensors("parameters"):
+        for tensor in engine.offload._tensors["parameters"]():
             tensor.mul_(factor)
 
 

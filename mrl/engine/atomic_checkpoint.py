@@ -250,7 +250,7 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         )
     try:
         fields = parse_json(content)
-        known = fields["format"] == FORMAT
+        known, version = fields["format"] == FORMAT, fields["version"]
         marker = Marker(
             fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
         )
@@ -263,10 +263,10 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         raise CheckpointError(
             path, why=f"foreign: {MARKER} is not that of an mrl checkpoint", fix="use another checkpoint"
         )
-    if fields["version"] != FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
             path,
-            why=f"has checkpoint format {fields['version']} (mrl {marker.mrl_version}) and "
+            why=f"has checkpoint format {version} (mrl {marker.mrl_version}) and "
             f"this is mrl {mrl.__version__}, which reads format {FORMAT_VERSION}",
             fix="load it with the mrl that wrote it",
         )

@@ -109,7 +109,7 @@ def adam(model: str, further: dict, *, layers: int) -> dict[str, Any]:
         of = part.optimizer
         mains = [main for _, _, main, _ in optim.shards(made.model.optimizer)]
         moments = {
-            name: sorted({_place(optim.new_moment(part, name, main)) for main in mains})
+            name: sorted({_place(dict(optim.moments(part, main))[name]) for main in mains})
             for name in ("exp_avg", "exp_avg_sq")
         }
         fused = {name: str(vars(of)[name]) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights",

@@ -114,6 +114,12 @@ def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):
     one = write(tmp_path / "__0_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
     with pytest.raises(CheckpointError, match="w has 24 entries and its parts have 12"):
         write_index(tmp_path, [one])
+    again = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
+    with pytest.raises(CheckpointError, match="w has two parts at one place"):
+        write_index(tmp_path, [one, again])
+    beyond = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (4, 0), torch.zeros(3, 4))])
+    with pytest.raises(CheckpointError, match="reaches beyond its shape"):
+        write_index(tmp_path, [one, beyond])
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json"])

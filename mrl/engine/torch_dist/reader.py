@@ -241,7 +241,12 @@ def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 
 def _check_cover(key: str, tensor: StoredTensor) -> None:
-    """Raises ValueError unless the parts have as many entries as the whole."""
+    """Raises ValueError unless the parts lie inside, each at a place of its own, and have all entries."""
+    for chunk in tensor.chunks:
+        if any(low + size > whole for low, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
+            raise ValueError(f"{key} has a part at {chunk.offsets} that reaches beyond its shape {tensor.shape}")
+    if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
+        raise ValueError(f"{key} has two parts at one place")
     in_parts = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if in_parts != math.prod(tensor.shape):
         raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {in_parts}")
