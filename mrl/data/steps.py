@@ -12,7 +12,7 @@ from itertools import accumulate
 from mrl.data.encode import Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Text
-from mrl.errors import DataError
+from mrl.errors import DataError, ModelError
 
 _MARK = "\ue000\ue001"
 """Stands for the answer where the template is asked what it writes around it: characters that no text has."""
@@ -24,8 +24,10 @@ def encode_steps(
     """Returns token ids, and the last token of each step but the last.
 
     content: its last message, or the end of its text, is the steps joined by `separator`. Raises BadRow for a row's
-    fault, and DataError for the template's or tokenizer's.
+    fault, and DataError or ModelError for the template's or tokenizer's.
     """
+    if not encoder.tokenizer.is_fast:
+        raise ModelError("the tokenizer tells no token's place in a text, as the ends of steps need; use the fast one")
     content = encoder.fit_tool_arguments(content) if isinstance(content, Chat) else content
     answer = separator.join(steps)
     ids = encoder.encode(content).ids

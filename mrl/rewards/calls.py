@@ -202,7 +202,10 @@ class RewardCall:
     """A reward function with what its parameters name. Raises UnknownSignature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a builtin
+            raise UnknownSignature("has parameters that cannot be read") from None
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self.function = function
         self.form = form_of([p.name for p in named])
@@ -216,6 +219,8 @@ class RewardCall:
                 f"needs {' and '.join(unknown)}, which nothing is known for; give a default, or take of "
                 f"{', '.join(self.form.getters)}"
             )
+        if any(p.kind == p.POSITIONAL_ONLY for p in named):
+            raise UnknownSignature("takes parameters by place alone; remove the /")
         self._known = known
 
     @property

@@ -102,9 +102,12 @@ def load_function(spec: str, key: str) -> RewardCall:
     try:
         return RewardCall(function)
     except UnknownSignature as error:
+        shown: object = ""
+        with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
+            shown = inspect.signature(function)
         raise ConfigError(
             key,
-            why=f"{spec}: {name}{inspect.signature(function)} {error}",
+            why=f"{spec}: {name}{shown} {error}",
             fix=(
                 f"write def {name}(prompt, completion, row), or give it the parameters of verl or of TRL "
                 "(docs/rewards.md)"
@@ -124,7 +127,8 @@ def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"{written} names a file of Python"
+    if spec is None or spec.loader is None:
+        raise ConfigError(key, why=f"{written}: {path.name} is no Python file", fix="give path.py:name")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:

@@ -171,8 +171,11 @@ class RewardPool:
             try:
                 process.connection.send(RewardTask(index, task.function, task.samples, run.position))
             except OSError:  # it died since its last call, or does not read
-                run.again(process.running)
-                self._drop(process)
+                if index in run.alone:
+                    self._fail(run, process, "does not take calls")
+                else:
+                    run.again(process.running)
+                    self._drop(process)
                 return
 
     def _process_for(self, shared: bool) -> Process | None:

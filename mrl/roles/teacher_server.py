@@ -41,8 +41,8 @@ class TeacherServer:
     def name(self) -> str:
         """The name of the model there. Raises ConfigError where it has to be chosen, or the server's key is missing."""
         variable = self.config.key_variable
-        if variable is not None and not self._secret:
-            why = "names no variable of the main process's environment that holds a key"
+        if variable is not None and not (self._secret.isascii() and self._secret.isprintable() and self._secret):
+            why = "names no variable of the main process's environment that holds a key of printable ASCII"
             raise ConfigError(f"{self.key}.key_variable", variable, why, "set the variable, or leave it out")
         answer = self.http.get("/v1/models")
         try:

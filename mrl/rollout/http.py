@@ -50,6 +50,7 @@ class HttpClient:
             raise ConfigError(key, quoted(url), "is not a server", "write it as http://host:8000")
         self._secret = secret
         self._key = key
+        self.if_slow = f"raise {key.rpartition('.')[0]}.timeout_s, or see its log"
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
         self._open: set[http.client.HTTPConnection] = set()
@@ -58,7 +59,9 @@ class HttpClient:
     def another(self, timeout_s: float | None = None) -> HttpClient:
         """Returns a client of the same server whose requests end apart from these. timeout_s: a shorter wait."""
         seconds = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        return HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
+        client = HttpClient(self.url, timeout_s=seconds, key=self._key, secret=self._secret)
+        client.if_slow = self.if_slow if seconds == self._timeout_s else "see its log"
+        return client
 
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)
@@ -117,9 +120,8 @@ class HttpClient:
                 why = f"says HTTP {status}: {words(text)}"
             except TimeoutError:
                 self._check_wanted()
-                raise self.error(
-                    f"{path} gave no answer in {self._timeout_s:g} s; raise timeout_s, or see its log", lost=True
-                ) from None
+                why = f"gave no answer in {self._timeout_s:g} s; {self.if_slow}"
+                raise self.error(f"{path} {why}", lost=True) from None
             except (OSError, http.client.HTTPException) as error:
                 status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
             self._check_wanted()

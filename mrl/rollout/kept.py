@@ -170,5 +170,5 @@ class KeptRollouts(TrajectorySource):
         for file in self._folder.glob("*_*.*"):
             if not file.name.startswith(kept):
                 file.unlink()
-        if self._folder.exists() and not any(self._folder.iterdir()):
+        if self._folder.exists() and not self._folder.is_symlink() and not any(self._folder.iterdir()):
             self._folder.rmdir()

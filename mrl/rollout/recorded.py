@@ -98,7 +98,12 @@ class RecordedRollouts(TrajectorySource):
                 why=f"{self._config.path}: has no {name}, which is needed before step {step}; it has "
                 + (f"{len(others)} from {others[0]} to {others[-1]}" if others else "none of that kind"),
             )
-        return read_samples(path)
+        records = read_samples(path)
+        for line, record in enumerate(records, start=1):
+            if record.step != step:
+                why = f"step is {record.step} and not {step}"
+                raise DataError(f"{path}:{line}", why=why, fix="give each file its own name back")
+        return records
 
     def _trajectory(self, record: SavedSample, prompt: Prompt, where: str) -> Trajectory:
         given = record.tokens[: record.prompt_length]

@@ -15,7 +15,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 from mrl.errors import DataError
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
@@ -160,15 +160,15 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     return len(gone) - of_keep
 
 
-def _text_of(path: str) -> str:
-    content = pathlib.Path(path).read_bytes()
-    return (gzip.decompress(content) if path.endswith(COMPRESSED) else content).decode()
+def _opened(path: str) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.endswith(COMPRESSED) else open(path, "rb")  # noqa: SIM115
 
 
 def read_samples(path: str) -> list[SavedSample]:
     """Returns the trajectories of a file, in order. Raises DataError with file and line for a wrong one."""
     try:
-        lines = _text_of(path).split("\n")
+        with _opened(path) as file:
+            lines = file.read().decode().split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(path, why=f"cannot be read ({error})", fix=FIX) from None
     if lines.pop() or not lines:
@@ -185,7 +185,8 @@ def read_samples(path: str) -> list[SavedSample]:
 def first_weights(path: str) -> int | None:
     """Returns `weights` of a file's first line, which all its lines share; None if there is none."""
     try:
-        return json.loads(_text_of(path).partition("\n")[0]).get("weights")
+        with _opened(path) as file:
+            return json.loads(file.readline()).get("weights")
     except (OSError, EOFError, ValueError, AttributeError, zlib.error):  # `read_samples` says what is wrong
         return None
 
@@ -196,9 +197,22 @@ def _sample(line: str) -> SavedSample:
     if not fields.keys() & set(REPLAYED):
         raise ValueError("has no tokens: log.samples.tokens was false, and a replay needs them")
     sample = SavedSample(**fields)
+    whole = (sample.step, sample.index, sample.sample, sample.turns, sample.weights or 0, *sample.tokens, *sample.mask)
+    numbers = [sample.reward, sample.environment, sample.advantage, *sample.rewards.values()]
+    if not (
+        all(type(x) is int and x >= 0 for x in whole)
+        and all(
+            x is None or type(x) in (int, float) and math.isfinite(x) for x in (*numbers, *(sample.advantages or ()))
+        )
+        and isinstance(sample.prompt, str | list)
+        and isinstance(sample.conversation, list | None)
+        and isinstance(sample.completion, str)
+        and isinstance(sample.finished, bool)
+    ):
+        raise ValueError("has a value of a wrong type, or a number that is negative or not finite")
     if not len(sample.tokens) == len(sample.mask) == len(sample.log_probs):
         raise ValueError("has tokens, mask and log_probs of unlike lengths")
-    if sample.mask[0] or sum(sample.mask) != sample.response_length:
+    if set(sample.mask) != {0, 1} or sample.mask[0] or sum(sample.mask) != sample.response_length:
         raise ValueError("has a mask that does not fit response_length, or begins with 1")
     if not all(math.isfinite(p) and (m or p == 0) for p, m in zip(sample.log_probs, sample.mask, strict=True)):
         raise ValueError("has a log-prob that is not finite, or is not 0 where mask is 0")

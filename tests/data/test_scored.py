@@ -234,6 +234,12 @@ def test_steps_that_the_template_or_the_tokenizer_hides_are_refused(tmp_path):
     assert "two of its steps end at the same token" in said
 
 
+def test_steps_need_a_fast_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ModelError, match="tells no token's place in a text, .*; use the fast one"):
+        dataset(tmp_path, STEPS, loss="steps").load(0)
+
+
 def test_long_rows_are_refused_or_dropped_whole_and_bad_ones_skipped(tmp_path):
     long = {**PAIR, "rejected": [{"role": "assistant", "content": "the lazy dog " * 40}]}
     assert "set data.truncation to drop, or raise data.max_length" in refusal(tmp_path, long, max_length=60)

@@ -47,6 +47,8 @@ def test_named_rewards_take_their_options():
         ("number", "number: the file has no function number"),
         ("places", "places(p, c, r) has no parameter for the completion; write def places(prompt, completion, row), or give it the parameters of verl"),
         ("more", "more(completion, answer) needs answer, which nothing is known for; give a default, or take of prompt, completion, row"),
+        ("by_place", "by_place(completion, /) takes parameters by place alone; remove the /"),
+        ("max", "max has parameters that cannot be read; write def max(prompt"),
     ],
 )  # fmt: skip
 def test_a_wrong_function(path, name, message):
@@ -71,6 +73,12 @@ def test_a_file_that_does_not_load(path, tmp_path, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_reward(FunctionReward(function=f"{bad}:f"), "rewards.functions[2]")
     assert str(caught.value).startswith(f"{KEY}: {bad}:f: ") and "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_kind(path, tmp_path):
+    (tmp_path / "rew.txt").write_text("def f(completion): return 1.0")
+    with pytest.raises(ConfigError, match="rew.txt:f: rew.txt is no Python file; give path.py:name"):
+        load_function(f"{tmp_path}/rew.txt:f", KEY)
 
 
 def test_an_error_is_one_line():

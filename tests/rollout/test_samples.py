@@ -190,13 +190,20 @@ def test_what_does_not_fit_is_named(saved, keys, message):
     assert message.format(folder=saved[0]) in str(error.value)
 
 
+def test_a_file_of_another_step(saved, prompts):
+    os.rename(f"{saved[0]}/step_00000012.jsonl", f"{saved[0]}/step_00000007.jsonl")
+    with pytest.raises(DataError, match="step_00000007.jsonl:1: step is 12 and not 7"):
+        replayed(saved[0], prompts, step=7)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("{", "Expecting property name"), ("5", "no attribute 'keys'"), ({"note": 1}, "unexpected keyword argument 'note'"),
         ({"sample": None}, "missing 1 required positional argument: 'sample'"), ({"mask": [0, 1]}, "unlike lengths"),
         ({"response_length": 1}, "a mask that does not fit response_length"), ("log-prob of the prompt", "is not 0 where mask is 0"),
-        ("not finite", "a log-prob that is not finite"),
+        ("not finite", "a log-prob that is not finite"), ({"tokens": ["x"]}, "a wrong type"), ({"reward": "high"}, "a wrong type"),
+        ({"tokens": [], "mask": [], "log_probs": []}, "a mask that does not fit"),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_named(saved, change, message):

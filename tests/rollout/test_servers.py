@@ -72,7 +72,7 @@ def test_no_answer_in_time_is_an_error(replay, tmp_path):
     sampler = sampler_of([server.url], str(tmp_path), timeout_s=0.5)
     sampler.update_weights(iter(WEIGHTS))
     server.faults[COMPLETIONS] = [server.hang] * 100
-    with pytest.raises(ServerError, match=r"gave no answer in 0.5 s; raise timeout_s, or see its log$"):
+    with pytest.raises(ServerError, match=r"gave no answer in 0.5 s; raise rollout.server.timeout_s, or see its log$"):
         sampler.sample(asked()[:1])
     assert server.paths().count(COMPLETIONS) == 1
 
@@ -83,7 +83,7 @@ def test_a_server_that_hangs_at_the_start_is_an_error_within_a_minute(replay, tm
     monkeypatch.setattr(Server, "start_s", 0.3)
     server = replay()
     server.faults["/v1/models"] = [server.hang]
-    with pytest.raises(ServerError, match=r"/v1/models gave no answer in 0.3 s"):
+    with pytest.raises(ServerError, match=r"/v1/models gave no answer in 0.3 s; see its log$"):
         sampler_of([server.url], str(tmp_path), timeout_s=600)
 
 

@@ -168,6 +168,11 @@ def test_a_key_is_read_from_the_environment_and_told_nobody(places, tmp_path, se
     with pytest.raises(ServerError, match="HTTP 401") as refused:
         TeacherServer(served).name  # noqa: B018
     assert "sk-wrong" not in str(refused.value)
+    monkeypatch.setenv("TEACHER_KEY", "sk-right\nsk-é")
+    with pytest.raises(
+        ConfigError, match=r'value "TEACHER_KEY" names no .* of printable ASCII; set the variable[^\n]*$'
+    ):
+        TeacherServer(served).name  # noqa: B018
     monkeypatch.setenv("TEACHER_KEY", "sk-right\n")
     assert TeacherServer(served).name == "tiny"
 
