@@ -14,8 +14,6 @@ import dataclasses
 import enum
 import errno
 import json
-import os
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -27,17 +25,6 @@ MAX_SHOWN = 80
 
 MAX_MISTAKES = 10
 """Lines of the message of a config with several mistakes."""
-
-FILE_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-"""File types of `stat` that are no file and no folder, in words. To read one may take forever."""
-
-
-def why_no_file(path: str | os.PathLike[str]) -> str | None:
-    """Returns what is at a path in words, if it is a dead link, or neither a file nor a folder."""
-    if os.path.exists(path):
-        kind = FILE_KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
-        return None if kind is None else f"is {kind} and no file"
-    return f"is a link to {os.readlink(path)}, which is not there" if os.path.islink(path) else None
 
 
 def one_line(text: object, longest: int | None = None) -> str:

@@ -103,7 +103,7 @@ class Share(Source):
             return self.name
         path = self.path.partition("?")[0] if "://" in self.path else self.path
         last = os.path.basename(path.rstrip("/"))
-        for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet", ".arrow"):
+        for suffix in (".gz", ".zst", ".jsonl", ".json", ".parquet"):
             last = last.removesuffix(suffix)
         return re.sub(r"[^\w.-]+", "_", last) if re.search(r"\w", last) else ""
 

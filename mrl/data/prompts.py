@@ -14,7 +14,7 @@ from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Question, detect_prompt_form, parse_prompt
 from mrl.data.rows import Part
-from mrl.data.stream import Report, RowStream, count_usable, may_leave_out
+from mrl.data.stream import Report, RowStream
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
 
@@ -136,10 +136,6 @@ class PromptSource(RowStream[Prompt]):
         taken = self._after(self._progress, count)
         self._moved(taken)
         return [dataclasses.replace(item, index=row) for item, row in zip(taken.items, taken.rows, strict=True)]
-
-    def usable(self) -> int:
-        """Returns rows that can be used: those of an epoch. Reads every row once where some may be left out."""
-        return count_usable(self.dataset)[0] if may_leave_out(self.dataset.config) else len(self.dataset)
 
 
 def first_prompts(dataset: RowDataset[Prompt], count: int | None = None, report: Report | None = None) -> list[Prompt]:

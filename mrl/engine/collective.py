@@ -73,12 +73,6 @@ def split_world(last: int, device_type: str) -> tuple[bool, dist.Store]:
     return is_last, store
 
 
-def named_rank(rank: int) -> int:
-    """Returns a rank of this world as messages name it: among all processes that were launched."""
-    own = dist.get_rank()
-    return rank - own + int(os.environ.get(LAUNCHED_RANK, own))
-
-
 def wait_for_all() -> None:
     """Waits for all processes on the host. A barrier over NCCL would occupy the GPUs too."""
     all_ranks().gather(None)

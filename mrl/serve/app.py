@@ -21,7 +21,6 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -94,8 +93,8 @@ class Auth:
                 401, "the key is not this server's: send its MRL_SERVE_KEY, as TINKER_API_KEY of a tinker client"
             )
         body = await self._body(request)
-        # a long body is parsed on another thread, so nobody else waits for it
-        return ClientRequest(request, body, await run_in_threadpool(parse_body, body) if self.is_json else {})
+        # on this thread: json.loads holds the interpreter's lock, so others wait for a long body in any case
+        return ClientRequest(request, body, parse_body(body) if self.is_json else {})
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()

@@ -24,6 +24,7 @@ from mrl.data.images import Image
 from mrl.data.vision import Vision
 from mrl.errors import UserError
 from mrl.serve import messages
+from mrl.serve.requests import check_numbers
 
 _DTYPES = {messages.FLOAT32: np.dtype("<f4"), messages.INT64: np.dtype("<i8"), messages.INT32: np.dtype("<i4")}
 _TARGETS = "target_tokens"
@@ -91,6 +92,9 @@ def batch_of(call: PassRequest, limits: Limits) -> Batch:
     fields = _loss_of(call).fields
     if not call.data:
         raise UserError("data", why="is empty", fix="send at least one datum")
+    sent = [tensor for datum in call.data for tensor in datum.loss_fn_inputs.values()]
+    sparse = [math.prod(map(abs, one.shape)) for one in sent if one.WhichOneof("value") == "sparse_csr"]
+    check_numbers("data", sum(sparse))
     tokens: list[Tensor] = []
     images: list[Mapping[str, Tensor]] = []
     labels: list[Tensor] = []

@@ -34,7 +34,7 @@ from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.prompts import Prompts
 from mrl.serve.request_queue import JSON, Future, RequestQueue, Result
-from mrl.serve.requests import RequestError, field, number, refuse_fields, seed_of
+from mrl.serve.requests import MAX_NUMBERS, RequestError, check_numbers, field, number, refuse_fields, seed_of
 from mrl.serve.sampling import MAX_SAMPLES, SamplingHandlers, sampling_of, source_of
 from mrl.serve.training import PreparedOperation, ServedModel
 
@@ -136,6 +136,8 @@ class OpenAIHandlers:
         echo, top, top_of_prompt = field(body, "echo", bool, False), self._top(body, kind), None
         if kind == "text_completion":
             top_of_prompt = self._at_most(self.served.limits.vocab_size, body, "prompt_logprobs")
+            numbers = (top_of_prompt or 0) * count * sum(map(len, prompts))
+            check_numbers("prompt_logprobs", numbers, MAX_NUMBERS // 4)  # as JSON each takes some 80 bytes
         above = [of for of in (top if echo else None, top_of_prompt) if of is not None]
         stop, stop_tokens = self.sampling.stop_conditions(body.get("stop"))
         params = {**body, "top_k": body.get("top_k", -1)}

@@ -21,6 +21,10 @@ class ModelKind:
     alpha: float | None = None  # its adapters' alpha: the server may be started again with another
     rslora: bool = False
 
+    def __str__(self) -> str:
+        where = " and ".join(name for name, has in (("attention", self.attention), ("MLP", self.mlp)) if has)
+        return "all weights" if self.rank is None else f"adapters of rank {self.rank}, alpha {self.alpha} on {where}"
+
 
 @dataclasses.dataclass(frozen=True)
 class CreateModel:

@@ -35,6 +35,9 @@ MODEL_SEPARATOR = "@"
 """It stands before the model's name in a future's id. If the future is not known any more, the client is told the
 model's state. It shows an answer of 410 only as `Promise expired/broken`."""
 
+MAX_RESULT_BYTES = 2**32
+"""Bytes of all kept results, above which nothing more is taken."""
+
 EXPIRY_CHECK_S = 10.0
 """How often out-of-date results are looked for: a look goes through all that are kept."""
 
@@ -149,6 +152,7 @@ class RequestQueue:
         self._closed = self._ended = False
         self._batched: set[str] = set()  # futures of batched operations without a result, drawn or waiting
         self._last_expiry_check = clock()
+        self._kept = 0  # bytes of results
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
@@ -262,12 +266,12 @@ class RequestQueue:
             return future
 
     def _check_room(self, waiting: int) -> None:
-        """Raises QueueFull if so many may not wait, or the server ends."""
-        if self._closed or waiting > self.max_waiting:
+        """Raises QueueFull if so many may not wait, too many bytes are kept, or the server ends."""
+        self._forget()
+        if self._closed or waiting > self.max_waiting or self._kept > MAX_RESULT_BYTES:
             raise QueueFull
 
     def _new_future(self, key: Hashable, model: str | None) -> Future:
-        self._forget()
         id = f"{self._name}-{next(self._ids)}" + ("" if model is None else f"{MODEL_SEPARATOR}{model}")
         future = Future(id, model, asked_at=self.clock())
         self._futures[future.id] = self._by_key[key] = future
@@ -281,6 +285,7 @@ class RequestQueue:
         self._last_expiry_check = now
         self._futures = {id: p for id, p in self._futures.items() if not p.is_old(now)}
         self._by_key = {key: p for key, p in self._by_key.items() if p.id in self._futures}
+        self._kept = sum(len(p.result.body) for p in self._futures.values() if p.result is not None)
 
     def find(self, id: str) -> Future:
         """Returns a future. Raises FutureExpired."""
@@ -330,6 +335,7 @@ class RequestQueue:
         """Sets the result of a future."""
         with self._lock:
             future.result, future.done_at = result, self.clock()
+            self._kept += len(result.body)
             self._batched.discard(future.id)
             callbacks, future.callbacks = future.callbacks, []
         for each in callbacks:

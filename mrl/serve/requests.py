@@ -17,6 +17,8 @@ _KINDS: dict[type, str] = {
 _MISSING: Any = object()
 MAX_NUMBER = 2**63 - 1
 MAX_SECONDS = 10 * 365 * 24 * 3600
+MAX_NUMBERS = 2**24
+"""Numbers that a few bytes of a request may make: log-probs of an answer, or sparse tensors of a call."""
 
 
 class RequestError(Exception):
@@ -35,11 +37,13 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not body:
         return {}
     try:
-        found = json.loads(body)
+        found = json.loads(body.decode())
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()  # ValueError at half of a UTF-16 pair
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RequestError(400, "the body is no JSON object")
+        raise RequestError(400, "the body is no JSON object of UTF-8")
     return found
 
 
@@ -68,6 +72,12 @@ def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least
     if value is not default and value < least:
         raise UserError(name, value, f"is below {least}", f"give at least {least}")
     return value
+
+
+def check_numbers(name: str, count: int, most: int = MAX_NUMBERS) -> None:
+    """Raises UserError if a field makes more than `most` numbers."""
+    if count > most:
+        raise UserError(name, why=f"makes {count} numbers", fix=f"keep to {most}")
 
 
 def refuse_fields(body: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
 from mrl.serve.request_queue import PROTOBUF, RequestQueue, Result
-from mrl.serve.requests import field, is_ids, number, refuse_fields, seed_of
+from mrl.serve.requests import check_numbers, field, is_ids, number, refuse_fields, seed_of
 from mrl.serve.training import PreparedOperation, SamplingQueue, ServedModel
 
 NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
@@ -101,6 +101,8 @@ class SamplingHandlers:
         if count > MAX_SAMPLES:
             raise UserError("num_samples", count, "is too many at once", f"ask for at most {MAX_SAMPLES}")
         stop, stop_tokens = self.stop_conditions(params.get("stop"))
+        for name, tokens_of in (("topk_prompt_logprobs", len(tokens)), ("topk_sample_logprobs", count * most)):
+            check_numbers(name, self._top(body, name) * tokens_of)
         return DrawSamples(
             tokens, count, most, sampling_of(params), seed_of(params), stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),

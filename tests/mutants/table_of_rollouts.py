@@ -109,7 +109,6 @@ OF_ROLLOUTS = (
     *_of(
         "engine/collective.py",
         "trainers/rl/test_rollout_ranks.py::test_messages_name_ranks_by_their_number_among_all",
-        ("return rank - own + int(", "return rank if True else int("),
         ("{LAUNCHED_RANK: str(rank), ", "{"),
     ),
     *_of(

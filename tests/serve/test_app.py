@@ -18,6 +18,7 @@ from mrl.serve.datums import Limits
 from mrl.serve.ledger import Ledger
 from mrl.serve.openai import OpenAIHandlers
 from mrl.serve.request_queue import RequestQueue
+from mrl.serve.requests import RequestError, parse_body
 from mrl.serve.sampling import SamplingHandlers
 from mrl.serve.training import ServedModel
 from tests.data.tiny_tokenizers import make_tokenizer
@@ -89,7 +90,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_others_are_answered_beside_a_long_body(server, name):
-    """It is parsed and read on another thread."""
+    """Its text is tokenized on another thread."""
     path, body, says = LONG[name]
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     found, waits = [], []
@@ -105,6 +106,13 @@ def test_others_are_answered_beside_a_long_body(server, name):
     [(status, answer)] = found
     assert status in (400, 404, 413) and re.search(says, answer["detail"]), answer
     assert max(waits) < 1.0
+
+
+@pytest.mark.parametrize("body", [{"prompt": "\ud800"}, {"user_metadata": {"\ud800": ""}}, {"path": "\udfff"}])
+def test_half_of_a_character_is_refused(body):
+    with pytest.raises(RequestError, match="is no JSON object of UTF-8"):
+        parse_body(json.dumps(body).encode())
+    assert parse_body(json.dumps({"a": "\U0001f600\\ud800"}).encode()) == {"a": "\U0001f600\\ud800"}
 
 
 def test_the_end_answers_who_waits(server, caplog, monkeypatch):

@@ -123,6 +123,14 @@ def test_images_and_odd_tensors():
         assert says in refused(odd)
 
 
+def test_a_few_bytes_that_stand_for_very_many_numbers():
+    sent = request(([1], [2]))
+    for tensor in sent.data[0].loss_fn_inputs.values():
+        tensor.shape[:] = [1, 10**7]
+        tensor.sparse_csr.crow_indices = np.array([0, 0], "<i8").tobytes()
+    assert "data: makes 20000000 numbers; keep to 16777216" in refused(sent)
+
+
 def test_options():
     sent = request(([1], [2]), loss="ppo", logprobs=[[0.0]], advantages=[[1.0]])
     options = lambda: datums.options_of(datums.read_call(sent.SerializeToString()))  # noqa: E731

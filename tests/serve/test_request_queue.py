@@ -133,6 +133,15 @@ def test_the_one_that_a_model_waits_for_has_room(request_queue):
     assert [taken(request_queue)[1] for _ in range(3)] == [[1], ["of another"], [2]]
 
 
+def test_results_of_too_many_bytes_are_waited_for(request_queue, clock, monkeypatch):
+    monkeypatch.setattr("mrl.serve.request_queue.MAX_RESULT_BYTES", 9)
+    request_queue.finish(request_queue.put_batched("s", 1, "x"), Result(b"x" * 10))
+    with pytest.raises(QueueFull):
+        request_queue.put_batched("s", 2, "x")
+    clock.now = KEPT_S + 1
+    assert request_queue.put_batched("s", 2, "x").result is None
+
+
 def test_room_for_all_or_none(request_queue):
     """What is sent together and does not fit is sent again as a whole: a part of it would be done twice."""
     request_queue.check_room(4)

@@ -94,6 +94,17 @@ def test_what_is_refused(sampling, body, says):
         asked(sampling, **body)
 
 
+def test_more_log_probs_than_an_answer_holds(sampling):
+    sampling.served = dataclasses.replace(sampling.served, limits=Limits(10**7, 6))
+    with pytest.raises(UserError, match="topk_prompt_logprobs: makes 30000000 numbers; keep to 16777216"):
+        asked(sampling, topk_prompt_logprobs=10**7)
+    with pytest.raises(UserError, match="topk_sample_logprobs: makes 60000000 numbers"):
+        asked(sampling, topk_sample_logprobs=10**7, num_samples=2)
+    openai = OpenAIHandlers(sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
+    with pytest.raises(UserError, match="prompt_logprobs: makes 6000000 numbers; keep to 4194304"):
+        openai._completions({"model": "base", "prompt": [1, 2, 3], "n": 2, "max_tokens": 3, "prompt_logprobs": 10**6})
+
+
 def called(handler, **body):
     return json.loads(asyncio.run(handler(ClientRequest(None, b"", body))).body)
 
