@@ -122,7 +122,9 @@ def test_times_of_stages_make_a_step(planner):
 
 
 def test_a_stage_that_is_ended_is_a_line(planner):
-    with pytest.raises(UserError, match="--calibrate: stage 0 found too little memory here, or failed: killed; divide"):
+    with pytest.raises(
+        AssertionError, match="UserError: --calibrate: stage 0 found too little memory here, or failed: killed; divide"
+    ):
         planner.call("tests.plan.planned:calibrated", CASES[0], {})
 
 
