@@ -70,7 +70,13 @@ class _Main(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except PermissionError as error:
+                if error.filename is None:
+                    raise
+                fix = "give it the right"
+                raise UserError(str(error.filename), why="may not be read or written by this user", fix=fix) from error
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:

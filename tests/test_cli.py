@@ -272,6 +272,7 @@ def test_the_trainer_gets_the_config_and_the_command_line(workspace, monkeypatch
     ("error", "code", "message"),
     [
         (DataError("rows.jsonl:3: is not an object;\n give one"), 2, "mrl: rows.jsonl:3: is not an object; give one\n"),
+        (PermissionError(13, "no", "a"), 2, "mrl: a: may not be read or written by this user; give it the right\n"),
         (Stopped("stopped at step 3"), 75, "mrl: stopped at step 3\n"),
         (KeyboardInterrupt(), 130, f"mrl: {cli.INTERRUPTED}\n"),
     ],

@@ -40,6 +40,9 @@ def _check_loss(config: DPOConfig) -> None:
             raise ConfigError(
                 f"loss.{name}", value, f"is not read by loss {loss.name}", f"leave it out; it is of {others}"
             )
+    if loss.name == "kto" and not (loss.value("desirable_weight") or loss.value("undesirable_weight")):
+        why = "is 0 and loss.undesirable_weight too"
+        raise ConfigError("loss.desirable_weight", 0, why, "give one of them above 0")
     if loss.name == "kto" and batch < 2:
         why = "leaves kto's KL no other row to take an answer from"
         raise ConfigError("train.global_batch_size", batch, why, "give at least 2")

@@ -198,6 +198,8 @@ def check_rollout(config: Any) -> None:
 
     config: of a command whose model samples."""
     rollout = config.rollout
+    if "" in rollout.stop:
+        raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")
     if rollout.samples_itself and rollout.cache_tokens != "auto" and rollout.cache_tokens < config.max_length:
         raise ConfigError(
             "rollout.cache_tokens",

@@ -210,6 +210,9 @@ def _check(config: RewardsConfig, path: str) -> None:
         match reward:
             case FunctionReward():
                 check_spec(reward.function, f"{here}.function", "my_rewards.py:score")
+            case LengthReward(minimum=least, maximum=most) if not (least if most is None else least <= most):
+                why = "has no bound, or a maximum below its minimum"
+                raise ConfigError(here, why=why, fix="give bounds")
             case CodeReward() if reward.total_s >= config.timeout_s:
                 raise ConfigError(
                     f"{here}.total_s",

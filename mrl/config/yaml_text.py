@@ -19,8 +19,9 @@ _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]
 class _Loader(yaml.SafeLoader):
     """SafeLoader with numbers such as `1e-5`, and without a key that is given twice."""
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Looks at the keys of a mapping before those of `<<` join them, which may be overridden."""
+        node = super().compose_mapping_node(anchor)
         lines: dict[Any, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -28,7 +29,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"the key {key.value!r} is given twice, in lines {lines[key.value]} and {line}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value if isinstance(key, yaml.ScalarNode) else id(key)] = line
-        super().flatten_mapping(node)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

@@ -33,8 +33,15 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     if "SLURM_PROCID" not in environ or not environ.get(name):
         return None
-    tasks = int(environ[name])
+    tasks = _number(environ, name)
     return _srun(environ, tasks) if tasks > 1 else None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].strip().isdecimal():
+        why = f"{name} is {environ[name]!r}, not a whole number"
+        raise ConfigError("environment", why=why, fix="start through torchrun or srun, or unset it")
+    return int(environ[name])
 
 
 def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
@@ -45,12 +52,16 @@ def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
         raise ConfigError("environment", why=why, fix="start through torchrun, or unset them all")
     variables = {name: environ[name] for name in names}
     variables["LOCAL_RANK"] = environ.get("LOCAL_RANK", environ["RANK"])
-    return JoinedWorld("torchrun", int(environ["RANK"]), int(environ["WORLD_SIZE"]), variables)
+    return JoinedWorld("torchrun", _number(environ, "RANK"), _number(environ, "WORLD_SIZE"), variables)
 
 
 def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
-    rank = int(environ["SLURM_PROCID"])
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    rank = _number(environ, "SLURM_PROCID")
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), "")
+    if not (environ.get("MASTER_ADDR") or nodes):
+        why = "SLURM_PROCID is set but SLURM_JOB_NODELIST is not"
+        raise ConfigError("environment", why=why, fix="set MASTER_ADDR, or use srun")
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),

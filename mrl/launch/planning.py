@@ -206,9 +206,9 @@ def resolve_auto(
 
     cards: Sequence[GPU] = ()
     shared: list[str] = []
-    if automatic.GPU_VARIABLE in os.environ:
-        cards = [gpu_of(os.environ[automatic.GPU_VARIABLE], automatic.GPU_VARIABLE)]
     try:
+        if automatic.GPU_VARIABLE in os.environ:
+            cards = [gpu_of(os.environ[automatic.GPU_VARIABLE], automatic.GPU_VARIABLE)]
         if not cards and "cpu" not in preflight.devices(command, config):
             cards = _in_own_process(gpus, visible=os.environ.get(_GPUS), limit_s=LIMIT_S)
             here = ranks_here(os.environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import importlib
 import json
 import os
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
 from mrl.config.load import load_config, to_dict
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, gpu_variables, preflight, showing
 from mrl.launch.describe import describe
 from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
@@ -138,9 +140,18 @@ def _auto_of_rank_0(
     store, _, _ = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     lines: list[str] = []
     if joined.rank == 0:
-        made, lines = chosen()
+        try:
+            made, lines = chosen()
+        except UserError as error:
+            store.set("auto", json.dumps(str(error)))
+            with contextlib.suppress(dist.DistStoreError):  # the store ends with rank 0
+                store.wait([f"auto read by {rank}" for rank in range(1, world_size)], datetime.timedelta(seconds=10))
+            raise
         store.set("auto", json.dumps({key: value_at(to_dict(made), key) for key in auto}))
     answer = json.loads(store.get("auto"))
+    if isinstance(answer, str):
+        store.set(f"auto read by {joined.rank}", "")
+        raise UserError(f"rank 0 could not choose what is auto: {answer}")
     if joined.rank and (backend := answer.get(automatic.BACKEND)) is not None:
         config = automatic.sampled_by(given, backend)
     return automatic.replaced(config, answer), lines, store

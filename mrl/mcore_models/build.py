@@ -6,6 +6,7 @@ before `build_chunks` is called.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -177,6 +178,9 @@ def _fusions(
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
         fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
+    if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        why, fix = "needs DeepEP, which is not installed (docs/gpu.md)", "leave it out: experts go by all-to-all"
+        raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         # a hook on saved tensors gets an alias of a weight, so the kernel's marks on the weight are lost

@@ -126,6 +126,8 @@ def check_layers(spec: str, dtype: torch.dtype, *, counts_stay: bool) -> None:
 
     counts_stay: whether no layer of experts reads on the host how many tokens each expert gets.
     """
+    if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
+        _refuse(f"needs torch 2.13, and this is {torch.__version__}", "leave it out")
     if spec == "local":
         check_attention(dtype)
     if not counts_stay:

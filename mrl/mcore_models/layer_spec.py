@@ -67,7 +67,7 @@ def choose(
     """
     wanted, attention = engine.layer_spec, engine.attention
     check_attention(attention, wanted)
-    gpu = dataclasses.replace(Gpu.here(), switched_off=disabled_switches(attention))
+    gpu = dataclasses.replace(Gpu.here(), switched_off=disabled_switches(attention), by_key=attention != "auto")
     faster = kept != "te" and faster_locally(engine, fields, dims, dtype, lora=lora)
     if attention != "auto":
         try:
@@ -194,7 +194,8 @@ def check_rules(
     It serves runs that want te on a machine of unknown kind. Arguments are those of `choose`. If bfloat16 cannot have
     it, no dtype can.
     """
-    refusal = te_refusal(fields, dims, Gpu(switched_off=disabled_switches(attention)), dtype=dtype)
+    gpu = Gpu(switched_off=disabled_switches(attention), by_key=attention != "auto")
+    refusal = te_refusal(fields, dims, gpu, dtype=dtype)
     if refusal is not None:
         raise _refused(refusal) if attention == "auto" else _refused_kernel(attention, _refused(refusal))
 

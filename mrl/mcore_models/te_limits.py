@@ -55,6 +55,7 @@ class Gpu:
     transformer_engine: Version | None = None
     switched_off: tuple[str, ...] = ()  # those of SWITCHES that are 0
     newer_flash_attn: tuple[int, ...] = ()  # those of flash-attn's generations 3 and 4 that are installed too
+    by_key: bool = False  # whether engine.attention set SWITCHES
 
     @classmethod
     def here(cls) -> "Gpu":
@@ -171,7 +172,9 @@ def _cures(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> str:
     text = ""
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         text = f" without flash-attn {flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)}"
-    return text + "".join(f" with {name}=0" for name in gpu.switched_off)
+    could = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
+    off = () if gpu.by_key else gpu.switched_off
+    return text + "".join(f" with {name}=0" for name in off if SWITCHES[name] in could)
 
 
 def te_warning(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import psutil
@@ -69,7 +70,10 @@ def calibrate(
                 tell(f"timing stage {stage} in the {phase.name}")
                 rank = stage * (role.dims.world_size // role.dims.pp)
                 [needed] = [use.total for use in made.uses if (use.phase, use.stage) == (phase.name, stage)]
-                times[kind.same] = run(config, role.dims, rank, lengths, made.phases.entropy, needed)
+                try:
+                    times[kind.same] = run(config, role.dims, rank, lengths, made.phases.entropy, needed)
+                except (BrokenProcessPool, RuntimeError) as error:
+                    raise _failed(f"stage {stage} found too little memory here, or failed: {error}") from error
         where = times[kinds[0].same][1]
         estimated = _with_costs(made, phase, estimated_times(role.trains, made.gpu, efficiency))
         measured = _with_costs(made, phase, [times[kind.same][0] for kind in kinds])
@@ -106,8 +110,12 @@ def time_here(
     stage = dims.coordinates(rank).pp_rank
     if needed > free:
         why = f"stage {stage} needs {units.size(needed)}, and {units.size(free)} are free here"
-        raise UserError("--calibrate", why=why, fix="divide the model more, or give smaller micro-batches")
+        raise _failed(why)
     return time_stage(config, dims, rank, lengths, entropy)
+
+
+def _failed(why: str) -> UserError:
+    return UserError("--calibrate", why=why, fix="divide the model more, or give smaller micro-batches")
 
 
 def lines(made: Plan, one: Calibration) -> Iterator[str]:

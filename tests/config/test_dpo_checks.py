@@ -30,6 +30,7 @@ REFUSED = [
     (("loss.name=ipo", "loss.label_smoothing=0.1"), "loss.label_smoothing: value 0.1 is not read by loss ipo"),
     (("loss.name=simpo", "loss.reference_free=true"), "loss.reference_free: value true is not read by loss simpo"),
     ((*KTO, "loss.length_normalized=true"), "is not read by loss kto; leave it out; it is of dpo, ipo"),
+    ((*KTO, "loss.desirable_weight=0", "loss.undesirable_weight=0"), "loss.desirable_weight: value 0 is 0 and"),
     ((*KTO, "train.global_batch_size=1"), "train.global_batch_size: value 1 leaves kto's KL no other row"),
     (("data.format=unpaired",), 'data.format: value "unpaired" has no pairs'),
     ((*KTO, "data.format=unpaired", "data.prompt_end=x"), 'data.prompt_end: value "x" is of the format preference'),

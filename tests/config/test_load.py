@@ -94,6 +94,11 @@ def test_text_that_only_looks_like_a_number(text):
     assert isinstance(yaml_text.parse(text, "test"), str)
 
 
+def test_a_merged_mapping_may_be_merged_again():
+    text = "a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b}"
+    assert yaml_text.parse(text, "test")["c"] == {"x": 2}
+
+
 def test_an_empty_section_is_the_defaults(tmp_path):
     assert load_config(write(tmp_path, MINIMAL + "optimizer:\nlog:\n")) == from_dict(BASE)
 

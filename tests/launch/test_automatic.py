@@ -12,6 +12,7 @@ import shutil
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from mrl.commands.sft import SFT
 from mrl.config.load import load_config, read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.engine import atomic_checkpoint
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, UserError
 from mrl.launch import automatic, gpu_variables, planning, preflight, start
 from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
@@ -206,7 +207,10 @@ def meeting(monkeypatch, configs: list, given: PPOConfig) -> dict:
 
     def join(rank: int) -> None:
         joined = JoinedWorld("torchrun", rank, 2, {})
-        found[rank] = start._auto_of_rank_0(PPO(), configs[rank], given, [automatic.BACKEND], 2, joined)[0]
+        try:
+            found[rank] = start._auto_of_rank_0(PPO(), configs[rank], given, [automatic.BACKEND], 2, joined)[0]
+        except UserError as error:
+            found[rank] = str(error)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads], [thread.join(60) for thread in threads]
@@ -314,6 +318,20 @@ def test_a_process_that_plans_ends_with_its_parent(tmp_path):
     parent.kill()
     parent.join()
     assert are_gone([int(noted.read_text())])
+
+
+def test_all_ranks_say_why_the_first_could_not_choose(inputs, tmp_path, monkeypatch):
+    given = of_backend(inputs, tmp_path)
+    config = automatic.sampled_by(given, "native")
+    monkeypatch.setattr(planning, "resolve_auto", mock.Mock(side_effect=UserError("no such GPU")))
+    found = meeting(monkeypatch, [config, config], given)
+    assert found == {0: "no such GPU", 1: "rank 0 could not choose what is auto: no such GPU"}
+
+
+def test_a_gpu_that_is_misspelt_stops_no_run(sft, monkeypatch):
+    monkeypatch.setenv("MRL_PLAN_GPU", "h1000")
+    made, [line] = planning.resolve_auto(SFT(), load_config(sft, root=SFT.root), 2, list)
+    assert made.engine.micro_batch.tokens == 4096 and "is the default, 4,096, because MRL_PLAN_GPU" in line
 
 
 def test_without_a_gpu_auto_is_the_default_and_shown_as_auto_before_a_run(sft, tmp_path):

@@ -29,6 +29,15 @@ def test_half_an_environment_is_refused(missing):
         joined_world({k: v for k, v in TORCHRUN.items() if k != missing})
 
 
+def test_srun_without_nodes_needs_an_address():
+    srun = {name: SRUN[name] for name in ("SLURM_PROCID", "SLURM_NTASKS")}
+    assert joined_world(srun | {"MASTER_ADDR": "head"}).variables["MASTER_ADDR"] == "head"
+    assert joined_world(srun | {"SLURM_NODELIST": "a,b"}).variables["MASTER_ADDR"] == "a"
+    for environ, why in ((srun, "SLURM_JOB_NODELIST is not"), (TORCHRUN | {"RANK": "x"}, "RANK is 'x'")):
+        with pytest.raises(ConfigError, match=why):
+            joined_world(environ)
+
+
 def test_srun_derives_what_torch_needs():
     joined = joined_world(SRUN)
     assert (joined.launcher, joined.rank, joined.world_size) == ("srun", 5, 8)

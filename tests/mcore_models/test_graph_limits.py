@@ -136,6 +136,9 @@ def test_layers_that_a_gpu_gets(monkeypatch):
     ):
         with pytest.raises(ConfigError, match="^" + GRAPHS + why):
             graph_limits.check_layers("local", dtype, counts_stay=stay)
+    with monkeypatch.context() as older, pytest.raises(ConfigError, match="^" + GRAPHS + "needs torch 2.13"):
+        older.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+        graph_limits.check_layers("te", torch.float32, counts_stay=True)
     model = TrainedModelConfig(path="folder", dtype="float32")
     given = model, EngineConfig(micro_batch=PADDED, cuda_graphs=True, layer_spec="local"), ParallelDims()
     MegatronChecks.check_here(*given, tiny.config_of("qwen3").to_dict())

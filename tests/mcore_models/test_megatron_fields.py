@@ -159,3 +159,6 @@ def test_what_megatron_refuses_is_one_line(monkeypatch):
         ConfigError, match="^engine.megatron.gradient_accumulation_fusion: value true needs apex's kernel"
     ):
         made({"gradient_accumulation_fusion": True})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match='^engine.megatron.moe_token_dispatcher_type: value "flex" needs DeepEP'):
+        made({"moe_token_dispatcher_type": "flex"}, "qwen3_moe", dims=ParallelDims(2, ep=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,11 @@ def calibrated(case: Case, seconds: dict[int, tuple], others: int = 0) -> tuple[
     command = record("sft")
     made = planner.plan(command, config, *read_parts(command, config, case.world), gpu_of("h200"))
     made = dataclasses.replace(made, world_size=made.world_size + others)
-    run = lambda config, dims, rank, *_: (StageTimes(*seconds[dims.coordinates(rank).pp_rank]), "here")  # noqa: E731
+
+    def run(config: Any, dims: Any, rank: int, *_: object) -> tuple:
+        if not seconds:
+            raise BrokenProcessPool("killed")
+        return StageTimes(*seconds[dims.coordinates(rank).pp_rank]), "here"
+
     found = calibrating.calibrate(made, planner.EFFICIENCY, run, lambda how_far: None)
     return found, [line for one in found for line in calibrating.lines(made, one)]

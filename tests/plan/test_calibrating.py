@@ -121,6 +121,13 @@ def test_times_of_stages_make_a_step(planner):
     assert beside == ([one], lines), "ranks that do not train change nothing"
 
 
+def test_a_stage_that_is_ended_is_a_line(planner):
+    with pytest.raises(
+        AssertionError, match="UserError: --calibrate: stage 0 found too little memory here, or failed: killed; divide"
+    ):
+        planner.call("tests.plan.planned:calibrated", CASES[0], {})
+
+
 @pytest.mark.parametrize(
     ("device", "needed", "message"),
     [

@@ -62,6 +62,8 @@ def test_every_named_reward_has_a_function():
         ({"functions": [{"name": "exact_match", "extract": "["}]}, "rewards.functions[0].extract: value"),
         ({"functions": [{"name": "code", "total_s": 10}]}, "rewards.functions[0].total_s: value 10.0 does not leave time before rewards.timeout_s 10.0"),
         ({"functions": [{"function": "score"}]}, 'rewards.functions[0].function: value "score" is not path.py:name'),
+        ({"functions": [{"name": "length"}]}, "rewards.functions[0]: has no bound, or a maximum"),
+        ({"functions": [{"name": "length", "minimum": 3, "maximum": 2}]}, "rewards.functions[0]: has no bound, or a maximum"),
         ({"functions": [{"name": "gsm8k"}, {"name": "gsm8k"}]}, 'rewards.functions[1].label: value "gsm8k" is taken'),
         ({"functions": [{"name": "gsm8k", "label": "mean"}]}, 'rewards.functions[0].label: value "mean" is taken'),
         ({"functions": [{"name": "gsm8k"}], "timeout": 3}, "rewards.timeout: value 3 is given to an unknown key; did you mean rewards.timeout_s?"),

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mrl.config.ppo_checks import check_rollout
 from mrl.errors import ConfigError, DataError
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.samples import bound, read_samples, write_samples
@@ -163,6 +165,11 @@ def test_the_folder_is_bounded_from_the_oldest_file_on(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- what is missing
+
+
+def test_an_empty_stop_is_refused():
+    with pytest.raises(ConfigError, match='rollout.stop: value "" would end every completion at once'):
+        check_rollout(SimpleNamespace(rollout=config(stop=("",))))
 
 
 def test_a_folder_that_is_not_there(tmp_path):

@@ -211,7 +211,10 @@ def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(wo
     assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
 
 
-@pytest.mark.parametrize(("dependency", "job_id", "waits"), [("afterany:7", "7", True), ("afterok:77", "7_2", False)])
+@pytest.mark.parametrize(
+    ("dependency", "job_id", "waits"),
+    [("afterany:7", "7", True), ("afterok:77", "7_2", False), ("after:7", "7", False)],
+)
 def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeypatch, dependency, job_id, waits):
     """The first job's script is asked for by its id, as squeue would show it."""
     workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
@@ -226,6 +229,12 @@ def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeyp
         assert slurm_site.invoke(*args).exit_code == 0
     else:
         assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "has no record of a job"), ("{\n", ":1: is no record of a job")])
+def test_records_that_cannot_be_read(workspace, text, says):
+    workspace.write("run/slurm/jobs.jsonl", text)
+    assert says in refused(workspace, "logs", "run")
 
 
 def test_a_signature_in_a_job_is_its_owners_alone_to_read(workspace, monkeypatch):

@@ -153,7 +153,15 @@ def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
+        record = None
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+        if not (isinstance(record, dict) and isinstance(record.get("job"), str)):
+            raise ConfigError(f"{path}:{number}", why="is no record of a job", fix="delete that line")
+        found.append(record)
+    return found
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -208,7 +216,10 @@ def targets(what: str | None) -> list[Target]:
 
 
 def _newest(slurm_dir: pathlib.Path) -> Target:
-    job_id = records(slurm_dir)[-1]["job"]
+    submitted = records(slurm_dir)
+    if not submitted:
+        raise ConfigError(slurm_dir / RECORDS, why="has no record of a job", fix="give a job's id")
+    job_id = submitted[-1]["job"]
     return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
 
 

@@ -143,7 +143,8 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 def _refuse_second(checked: CheckedConfig, slurm_dir: pathlib.Path) -> None:
     """Raises ConfigError for a second job of one run, because it would fail hours later."""
-    waited_for = re.findall(r"\d+", checked.options.dependency or "")
+    ends = re.findall(r"after(?:any|ok|notok):([\d_:]+)", checked.options.dependency or "")
+    waited_for = re.findall(r"\d+", " ".join(ends))
     for job in jobs.in_queue(slurm_dir):
         if job.id.partition("_")[0] in waited_for:
             continue
