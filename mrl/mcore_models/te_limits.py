@@ -167,11 +167,15 @@ def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel
 
 
 def _cures(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> str:
-    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables; "" for nothing."""
+    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables of
+    the environment; "" for nothing."""
     text = ""
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         text = f" without flash-attn {flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)}"
-    return text + "".join(f" with {name}=0" for name in gpu.switched_off)
+    found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
+    # engine.attention switches kernels off too, which nobody has set
+    off = [name for name in gpu.switched_off if SWITCHES[name] in found and os.environ.get(name) == "0"]
+    return text + "".join(f" with {name}=0" for name in off)
 
 
 def te_warning(

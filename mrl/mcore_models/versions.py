@@ -32,7 +32,7 @@ class FlashAttnBounds:
         return self.least <= version and (version <= self.most if self.included else version < self.most)
 
     def __str__(self) -> str:
-        return f"{self.least} {'to' if self.included else 'and below'} {self.most}"
+        return f"{self.least} to {self.most}" if self.included else f"from {self.least} and below {self.most}"
 
 
 def flash_attn_bounds(transformer_engine: Version | None, *, blackwell: bool) -> FlashAttnBounds:

@@ -29,7 +29,7 @@ def layout(**degrees):
 @pytest.mark.parametrize(
     "fields, degrees, gpu, reason",
     [
-        (DENSE, {"cp": 2}, A100, "without flash-attn 2"),
+        (DENSE, {"cp": 2}, A100, "without flash-attn from 2"),
         (DENSE, {"cp": 2}, Gpu(), None),  # of a machine without a GPU: some generation serves it
         (WINDOWS, {"tp": 8, "cp": 2}, H100, None),  # one key-value head: all_gather
         (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.16")), "2.18 does"),
@@ -42,9 +42,9 @@ def layout(**degrees):
         (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.10")), None),
         (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.11")), "2.12 does"),
         (SINKS, {"cp": 2}, dataclasses.replace(H100, cudnn=(9, 17, 0)), "with sinks under cp 2 on GPUs"),
-        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.2"), (9, 6, 0)), "without flash-attn 2.7.3"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.2"), (9, 6, 0)), "without flash-attn from 2.7.3"),
         (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.3"), (9, 6, 0)), None),
-        (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn 2"),
+        (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn from 2"),
         (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "attention under cp 2"),
         (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "with heads of 320"),
         (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), Version("2.8.3")), "with heads of 256"),
@@ -71,7 +71,7 @@ def test_the_unfused_attention_is_said():
     one = layout()
     assert all(te_warning(DENSE, one, gpu) is None for gpu in (H100, Gpu(), FLASH))
     rest = " is the unfused one, whose memory grows with the square of a row"
-    assert te_warning(DENSE, one, A100) == "attention without flash-attn 2.1.1 and below 2.8.4" + rest
+    assert te_warning(DENSE, one, A100) == "attention without flash-attn from 2.1.1 and below 2.8.4" + rest
     assert te_warning(SINKS, one, A100) == te_warning(WINDOWS | {"kv_channels": 264}, one, A100) == "attention" + rest
     assert te_warning(DENSE, one, A100, dtype=torch.float32) == "attention in float32" + rest
 
@@ -79,18 +79,26 @@ def test_the_unfused_attention_is_said():
 @pytest.mark.parametrize(
     "gpu, off, degrees, reason",
     [
-        (H100, ("NVTE_FUSED_ATTN",), {"cp": 2}, "without flash-attn 2.1.1 and below 2.8.4 with NVTE_FUSED_ATTN=0"),
+        (H100, ("NVTE_FUSED_ATTN",), {"cp": 2}, "without flash-attn from 2.1.1 and below 2.8.4 with NVTE_FUSED_ATTN=0"),
         (FLASH, ("NVTE_FLASH_ATTN",), {"cp": 2}, "GPUs of compute capability 8.0 with NVTE_FLASH_ATTN=0"),
         (A100, ("NVTE_UNFUSED_ATTN",), {}, "NVTE_UNFUSED_ATTN=0"),
+        (A100, ("NVTE_UNFUSED_ATTN",), {"cp": 2}, "below 2.8.4"),  # which context parallelism has not in any case
         (FLASH, ("NVTE_UNFUSED_ATTN",), {}, None),
         (H100, ("NVTE_FUSED_ATTN",), {}, None),
         (Gpu(), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
         (Gpu(), ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"), {"cp": 2}, "GPU with NVTE_FLASH_ATTN=0 with NVTE_FUSED_ATTN=0"),
         (dataclasses.replace(H100, newer_flash_attn=(3,)), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
-        (dataclasses.replace(A100, newer_flash_attn=(3, 4)), (), {"cp": 2}, "without flash-attn 2.1.1 and below 2.8.4"),
+        (
+            dataclasses.replace(A100, newer_flash_attn=(3, 4)),
+            (),
+            {"cp": 2},
+            "without flash-attn from 2.1.1 and below 2.8.4",
+        ),
     ],
 )
-def test_a_kernel_that_a_variable_switches_off_serves_nothing(gpu, off, degrees, reason):
+def test_a_kernel_that_a_variable_switches_off_serves_nothing(monkeypatch, gpu, off, degrees, reason):
+    for name in off:
+        monkeypatch.setenv(name, "0")
     found = te_refusal(DENSE, layout(**degrees), dataclasses.replace(gpu, switched_off=off))
     assert found is None if reason is None else found.endswith(reason), found
 
