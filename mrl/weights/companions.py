@@ -43,7 +43,7 @@ TEMPLATES = "additional_chat_templates"
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Returns the files besides a model's weights. ModelError if one is a dead link, a Git LFS pointer or broken JSON."""
+    """Returns the files besides a model's weights. ModelError if one is a dead link, a Git LFS pointer or no JSON."""
     named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
     templates = source / TEMPLATES
     if templates.is_dir():
