@@ -139,7 +139,7 @@ def test_a_shell_completes_keys_and_choices():
 
 
 NO_GPU = (  # in float32
-    "local (torch sees no GPU; with one and transformer-engine it is local too: transformer-engine is not taken, as its "
+    "local (torch sees no GPU; with one, transformer-engine and flash-attn 2 it is local too: transformer-engine is not taken, as its "
     "attention in float32 is the unfused one, whose memory grows with the square of a row)"
 )
 

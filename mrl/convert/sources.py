@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mrl.config.backends import OWN_KEYS
 from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
@@ -124,6 +125,7 @@ def open_hf(path: str | Path) -> Source:
         )
     head = "value" if SCORE in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head, carried=True)
+    companion_files(folder)  # refuses what a download left broken
     copies = _copies(reader.tensors, reader, family, hf_config, head)
     return Source(
         folder, "Hugging Face folder", reader, hf_config, family, head, folder, files, copies, as_published=True
@@ -169,10 +171,11 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def _check_beside(companions: Path) -> None:
-    """Refuses files besides the weights that have changed since `mrl convert import` wrote them."""
+    """Refuses broken files besides the weights, and any that changed since `mrl convert import` wrote them."""
+    found = companion_files(companions)
     if (companions / MARKER).is_file():
         files = atomic_checkpoint.validate(str(companions)).files
-        for file in companion_files(companions):
+        for file in found:
             name = file.relative_to(companions).as_posix()
             if name in files and files[name]["size"] > atomic_checkpoint.SMALL_BYTES:
                 atomic_checkpoint.check_file(str(companions), name, files[name], content=True)
@@ -260,6 +263,12 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         inside, backend = folder / role, roles[role]
     elif role is not None:
         raise CheckpointError("--role", quoted(role), f"has no effect: {folder} holds one model", "leave it out")
+    if backend not in OWN_KEYS:
+        raise CheckpointError(
+            folder,
+            why=f"was saved by the engine {backend!r} of another package, whose files only that engine reads",
+            fix="resume the run, which writes its model to its hf folder at the end (checkpoint.export_hf)",
+        )
     return inside, backend, role
 
 
@@ -327,7 +336,11 @@ def _model_of(
         run = from_dict(plain, command.root)
         [config] = [part.model for part in command.parts(run) if part.role == (role or "")]
         if run.data.chat_template not in (None, RAW_TEXT):
-            template = Path(run.data.chat_template).read_text(encoding="utf-8")
+            given = Path(run.data.chat_template)
+            if not given.is_file():
+                why = f"data.chat_template {str(given)!r} is not there"
+                raise CheckpointError(file, why=why, fix="run this from where the run was started")
+            template = given.read_text(encoding="utf-8")
         adapter = Path(config.path).expanduser()
         if is_adapter(adapter):  # the run began with what it made of it
             config = dataclasses.replace(config, path=str(merged_place(adapter, file.parent / "merged")))

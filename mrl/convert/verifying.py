@@ -270,7 +270,15 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     from mrl.data.tokenizer import load_tokenizer  # transformers is slow to import, and comparing bits needs none
 
     tokenizer = load_tokenizer(str(folder))
-    return [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
+    named = [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
+    for text, ids in named:
+        if not ids or max(ids) >= vocabulary:
+            raise DataError(
+                folder,
+                why=f"its tokenizer makes no tokens of {text!r}, or some that are not of the model's {vocabulary}",
+                fix="give a longer --prompt, or the model's own tokenizer",
+            )
+    return named
 
 
 def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:

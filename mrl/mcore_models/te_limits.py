@@ -168,7 +168,8 @@ def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel
 
 
 def _cures(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> str:
-    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables; "" for nothing."""
+    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables of
+    the environment; "" for nothing."""
     text = ""
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         text = f" without flash-attn {flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -76,29 +75,33 @@ class Table:
 def read_table(path: pathlib.Path) -> Table:
     """Returns the rows of a metrics.jsonl; none if it is not there.
 
-    For rows of one step the last counts. An unfinished last line is none yet.
+    For rows of one step the last counts. A last line that is being written is none yet.
     """
     content = path.read_bytes() if path.exists() else b""
-    rows: dict[int, Mapping[str, Any]] = {}
+    rows: dict[int, Mapping[str, float | None]] = {}
     broken = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            rows[operator.index(row[STEP])] = row
-        except (ValueError, LookupError, TypeError):
-            broken.append(number)
+            step = int(numpy.int64(int(row[STEP])))  # which fits into the table
+            if step != row[STEP]:
+                raise ValueError(f"step {row[STEP]!r} is no whole number")
+            rows[step] = {name: _number(value) for name, value in row.items()}
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            if number < len(lines):
+                broken.append(number)
     steps = numpy.array(sorted(rows), dtype=numpy.int64)
     places: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
     others = set()
     for place, step in enumerate(steps.tolist()):
         for name, value in rows[step].items():
-            if isinstance(value, str | list | dict):
+            if value is None:
                 others.add(name)
             elif name != STEP:
                 places.setdefault(name, []).append(place)
-                # some write null for a number that is not finite
-                values.setdefault(name, []).append(math.nan if value is None else float(value))
+                values.setdefault(name, []).append(value)
     curves = {name: Curve(numpy.array(places[name]), numpy.array(values[name])) for name in places}
     notes = []
     if broken:
@@ -110,6 +113,13 @@ def read_table(path: pathlib.Path) -> Table:
         if wrong:
             notes.append(f"{name}: not finite in step {_some(wrong)}")
     return Table(steps, curves, notes)
+
+
+def _number(value: Any) -> float | None:
+    """Returns a value of a row; None if it is no number. Some write null for a number that is not finite."""
+    if isinstance(value, str | list | dict):
+        return None
+    return math.nan if value is None else float(value)
 
 
 def _some(items: list[int]) -> str:

@@ -15,7 +15,7 @@ from mrl.weights.algebra import Shape
 from mrl.weights.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
 from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names
-from mrl.weights.safetensors_io import TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, TensorInfo, count_groups
 from mrl.weights.table import Family, HFConfig
 
 # Buffers that older versions of transformers saved and that follow from the config.
@@ -61,6 +61,7 @@ def account(
         if info.shape != tuple(expected[name])
     ]
     dtypes = [f"{name} is {info.dtype}" for name, info in both if info.dtype not in _READABLE]
+    odd = [f"{name} is {found[name].dtype}" for name in may_have if name in found and found[name].dtype not in DTYPES]
     lost = [name for name in missing if name not in may_lack]
     parts = count_groups(
         {
@@ -68,12 +69,14 @@ def account(
             "left over": unexpected,
             "of another shape than config.json says": shapes,
             f"of a dtype that cannot be read, use one of {', '.join(_READABLE)}": dtypes,
+            f"of a dtype that cannot be carried over to an export, use one of {', '.join(DTYPES)}": odd,
+            "quantised in a way that cannot be read, give the model that they were made from": [
+                name for name in found if _PACKED.search(name)
+            ],
         }
     )
     if lost == [LM_HEAD]:
         parts[0] += ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
-    if parts and any(_PACKED.search(name) for name in found):
-        parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
             where,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mrl.errors import ModelError
-from mrl.weights.json_file import read_json
+from mrl.weights.json_file import parse_json, read_json
 
 PATTERNS = (
     "config.json",
@@ -43,7 +43,7 @@ TEMPLATES = "additional_chat_templates"
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Returns the files besides a model's weights. Raises ModelError on dead links."""
+    """Returns the files besides a model's weights. ModelError if one is a dead link, a Git LFS pointer or no JSON."""
     named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
     templates = source / TEMPLATES
     if templates.is_dir():
@@ -51,7 +51,17 @@ def companion_files(source: Path) -> list[Path]:
     for file in named:
         if not file.exists():
             raise ModelError(file, why="is a link that leads to no file", fix="get the file again, or remove it")
-    return sorted(file for file in named if not file.is_dir())
+    files = sorted(file for file in named if not file.is_dir())
+    for file in files:
+        content = file.read_bytes()
+        if content.startswith(b"version https://git-lfs"):
+            raise ModelError(file, why="is a pointer of Git LFS", fix="run `git lfs pull` there, or get the file again")
+        if file.suffix == ".json":
+            try:
+                parse_json(content)
+            except ValueError as error:
+                raise ModelError(file, why=f"not readable as JSON ({error})", fix="get the file again") from None
+    return files
 
 
 def copy_companions(

@@ -13,10 +13,14 @@ from typing import Any
 
 from mrl.errors import ModelError
 from mrl.weights.composites import COMPOSITES, text_fields
+from mrl.weights.families import family_of
 from mrl.weights.json_file import read_json, shorten_value
 
 MAX_THETA = 1e30
 """The largest theta of rotary embeddings: frequencies are computed in fp32, which ends at 3e38."""
+_FIX = "correct the field, or get the file again"
+_COUNTS = ("num_hidden_layers", "vocab_size", "decoder_sparse_step", "num_attention_heads", "num_key_value_heads")
+_POSITIVE = ("rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _MAX_WORDS = 250
 """Most characters of a message of transformers, which repeats values however long they are."""
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -83,7 +87,7 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     A composite (mrl.weights.composites) gives the fields of its text part, under its own `model_type`.
 
     A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. transformers
-    refuses fields of another type.
+    refuses fields of another type. Of the families with a table, a few numbers that it takes are refused here.
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
@@ -94,16 +98,19 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     if raw["model_type"] in COMPOSITES and not isinstance(raw.get("text_config"), dict):
         # transformers would make up a whole model
         raise ModelError(where, why="has no text_config", fix="get the model's config.json again")
+    known = family_of(raw["model_type"]) is not None
+    if known:
+        _check_ranges(raw, where)
     config = _of_transformers(raw, where)
     if config is None:
         return dict(raw)
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None)
-    if theta is not None and not 1 < theta < MAX_THETA:
+    if theta is not None and not (type(theta) in (int, float) and 1 < theta < MAX_THETA):
         raise ModelError(
             where,
             why=f"rope_theta {shorten_value(theta)} is not above 1 and below {MAX_THETA:g}",
-            fix="correct the field, or get the file again",
+            fix=_FIX,
         )
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
@@ -116,7 +123,40 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json") -> dict[str, A
     dtype = config.get("dtype") or config.get("torch_dtype")
     config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
+    if known:
+        _check_relations(config, rope, where)
     return config
+
+
+def _check_ranges(fields: Mapping[str, Any], where: str) -> None:
+    """Refuses numbers with which transformers does not return, or fails far from the field. null means a default."""
+    for name, value in fields.items():
+        if name in ("text_config", "rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+            _check_ranges(value, where)
+            continue
+        right = True
+        if name in _COUNTS:
+            right = type(value) is int and 0 < value <= (10_000 if name == "num_hidden_layers" else 2**31)
+        elif name in _POSITIVE:
+            right = type(value) in (int, float) and 0 < value < MAX_THETA
+        if value is not None and not right:
+            raise ModelError(where, why=f"{name} {shorten_value(value)} is out of its range", fix=_FIX)
+
+
+def _check_relations(config: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:
+    """Refuses fields that do not fit each other. config: complete."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    experts, chosen = config["num_experts"], config.get("num_experts_per_tok")
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    why = None
+    if heads % groups:
+        why = f"num_key_value_heads {groups} does not divide num_attention_heads {heads}"
+    elif experts and chosen is not None and not 0 < chosen <= experts:
+        why = f"num_experts_per_tok {chosen} is not 1 to {experts}, the number of experts"
+    elif low is not None and high is not None and low >= high:
+        why = f"low_freq_factor {low} is not below high_freq_factor {high}"
+    if why is not None:
+        raise ModelError(where, why=why, fix=_FIX)
 
 
 def changes_to_text(path: str | Path) -> dict[str, Any]:
@@ -143,5 +183,5 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
         raise ModelError(
             where,
             why=f"transformers refuses it: {' '.join(str(error).split())[:_MAX_WORDS]}",
-            fix="correct the field, or get the file again",
+            fix=_FIX,
         ) from None

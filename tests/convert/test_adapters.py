@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
-from mrl.convert import exporting, workspace
+from mrl.convert import exporting, sources, workspace
 from mrl.convert.opening import open_any
+from mrl.errors import CheckpointError
 from tests.convert.test_refused import invoke
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -161,6 +162,12 @@ def test_an_adapter_folder_is_verified_by_what_it_says(made, tmp_path, monkeypat
     edited(base_model_name_or_path=str(copied))(tmp_path / "right")  # the same weights in another place
     done = invoke("verify", path, tmp_path / "right", "--no-logits")
     assert done.exit_code == 0, done.output
+
+
+def test_a_chat_template_that_is_not_there_is_one_line(tmp_path):
+    config_of_a_run(tmp_path, "base", "float32", LORA, chat_template="gone.jinja")
+    with pytest.raises(CheckpointError, match=r"'gone.jinja' is not there; run this from where the run was started"):
+        sources._model_of(tmp_path / "checkpoints" / "step_00000001", None, None)
 
 
 def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):

@@ -77,6 +77,16 @@ def test_an_import_passes_over_no_dead_link(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "why"), [("version https://git-lfs.x/v1", "Git LFS"), ('{"a":', "readable as JSON")]
+)
+def test_an_import_passes_over_no_broken_file(source, tmp_path, content, why):
+    shutil.copytree(source, tmp_path / "hf")
+    (tmp_path / "hf/tokenizer_config.json").write_text(content)
+    code, said = run("import", tmp_path / "hf", tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and "hf/tokenizer_config.json: " in said and why in said, said
+
+
 def test_links_are_followed_to_their_files(source, tmp_path):
     """As in the hub's cache, where each file is a link to another folder; what is written holds files."""
     shutil.copytree(source, tmp_path / "real")

@@ -76,7 +76,13 @@ STRAYS = [
     ("model.language_model.layers.2.mlp.up_proj.weight", torch.float32, "1 left over"),
     ("vision_model.stray", torch.float32, "1 left over"),
     ("model.norm.weight", torch.float32, "1 left over"),  # which is model.language_model.norm.weight, too
-    ("model.language_model.layers.0.mlp.up_proj.weight_packed", torch.int32, "weight_packed.*quantised in a way"),
+    ("mtp.fc.weight", torch.complex64, "cannot be carried over .*mtp.fc.weight is C64"),
+    ("model.visual.patch.weight_packed", torch.int32, "quantised in a way .*patch.weight_packed"),
+    (
+        "model.language_model.layers.0.mlp.up_proj.weight_packed",
+        torch.int32,
+        "weight_packed.*quantised in a way .*weight_packed",
+    ),
 ]
 
 

@@ -16,6 +16,7 @@ from mrl.convert.importing import import_hf
 from mrl.convert.verifying import LogitsRow
 from mrl.errors import UserError
 from tests.convert.test_refused import invoke, run
+from tests.data import tiny_tokenizers
 from tests.engine.harness import run_case
 
 
@@ -139,3 +140,13 @@ def test_logits_are_alike_by_their_own_spread(spread, alike):
 def test_prompts_need_a_tokenizer(hf, tmp_path):
     code, said = run("verify", hf("llama"), hf("llama"), "--prompt", "hello")
     assert code == 2 and "--prompt" in said and "has a tokenizer" in said
+
+
+def test_a_prompt_without_tokens_of_the_model_is_one_line(hf, tmp_path):
+    shutil.copytree(hf("llama"), tmp_path / "hf")
+    made = tiny_tokenizers.make_tokenizer()
+    made.add_tokens([f"<{n}>" for n in range(1000)])
+    made.save_pretrained(tmp_path / "hf")
+    for prompt in ("", "<999>"):
+        code, said = run("verify", tmp_path / "hf", tmp_path / "hf", "--prompt", prompt)
+        assert code == 2 and said.count("\n") == 1 and f"no tokens of {prompt!r}, or some that are not" in said, said

@@ -65,7 +65,6 @@ class Found:
     context: tuple[str, str]
     reached: dict[str, tuple[str, str]]
     multiple: int
-    notes: list[str]
 
 
 def built(
@@ -90,7 +89,7 @@ def built(
             assert _context(made) == training
         return Found(
             {str(p.dtype) for chunk in made.chunks for p in chunk.parameters()}, stored, (training, decoding), reached,
-            engine.setup.multiple, engine.notes,
+            engine.setup.multiple,
         )  # fmt: skip
 
 

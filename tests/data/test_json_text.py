@@ -90,15 +90,6 @@ def test_text_that_is_no_object_stays_text(tmp_path, given, template, written):
     assert f"CALL {written}<|im_end|>" in rendered(talk(given), template, tmp_path)
 
 
-def test_json_text_that_is_deep_is_a_bad_row(tmp_path):
-    deep = "[" * 200 + "]" * 200
-    for row in ({**EACH, "tools": deep}, {"messages": [ASK, {**ANSWER, "tool_calls": deep}]}):
-        with pytest.raises(DataError, match=r"a.jsonl:1: .* is a string that is not JSON \(it nests deeper"):
-            dataset(write_jsonl(tmp_path / "a.jsonl", [row]), "sft", TOJSON).load(0)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": deep, "completion": "fox"}])
-    assert "]]]<|im_end|>" in make_tokenizer().decode(dataset(path, "sft", truncation="left").load(0).ids)
-
-
 def test_text_that_a_template_cannot_take_is_told_by_its_form(tmp_path):
     with pytest.raises(DataError, match=r"a.jsonl:1: .*put turns and calls in the order and form that it wants"):
         rendered(talk("print(1)"), ITEMS, tmp_path)

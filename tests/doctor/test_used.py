@@ -82,9 +82,9 @@ def test_a100_without_flash_attn_takes_the_local_spec(machine):
     machine(dataclasses.replace(A100, flash_attn=NOT_INSTALLED))
     found = rows()
     assert found[DENSE, 1]["spec"] == "local" and "is the unfused one" in found[DENSE, 1]["why"]
-    assert found[DENSE, 2]["spec"] == "local" and "without flash-attn 2" in found[DENSE, 2]["why"]
+    assert found[DENSE, 2]["spec"] == "local" and "without flash-attn from 2" in found[DENSE, 2]["why"]
     said = [finding for finding in words(found).values() if "unfused" in finding.what]
-    assert said and "attention without flash-attn 2" in said[0].what
+    assert said and "attention without flash-attn from 2" in said[0].what
 
 
 def test_a_broken_transformer_engine_stops_a_run_in_the_words_of_the_run(machine):

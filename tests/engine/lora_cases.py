@@ -85,7 +85,6 @@ def checkpoint_holds_adapters_alone(config: RoleConfig, path: str) -> int:
         assert set(reader.tensors) == keys, sorted(set(reader.tensors) ^ keys)
         sizes = {name: math.prod(reader.tensors[name].shape) for name in expected}
         assert sizes == {name: math.prod(shape) for name, shape in expected.items()}
-        reader.close()
     size = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(saved) for f in files)
     dist.barrier()
     return size

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from mrl.config.schema import LoraConfig
 from mrl.errors import ModelError
 from mrl.kernels import delta_rule
-from tests.convert.test_composite import PACKED as QUANTISED
 from tests.convert.test_composite import STRAYS
 from tests.engine import tiny, tiny_composite
 from tests.engine.contract import make_engine, train
@@ -161,7 +160,7 @@ def test_random_weights_of_the_text_part_have_its_config(tmp_path, backend):
             assert 0.4 < weight.abs().max() <= 0.5
 
 
-@pytest.mark.parametrize(("name", "dtype", "why"), [*STRAYS, QUANTISED[0]])
+@pytest.mark.parametrize(("name", "dtype", "why"), STRAYS)
 def test_what_is_of_no_part_is_refused(name, dtype, why, tmp_path):
     folder = tiny_composite.make_composite(str(tmp_path / "in"), "qwen3_5")
     with_more(folder, {name: torch.zeros(3, dtype=dtype)})

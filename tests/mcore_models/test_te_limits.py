@@ -82,6 +82,7 @@ def test_the_unfused_attention_is_said():
         (H100, ("NVTE_FUSED_ATTN",), {"cp": 2}, "without flash-attn from 2.1.1 and below 2.8.4 with NVTE_FUSED_ATTN=0"),
         (FLASH, ("NVTE_FLASH_ATTN",), {"cp": 2}, "GPUs of compute capability 8.0 with NVTE_FLASH_ATTN=0"),
         (A100, ("NVTE_UNFUSED_ATTN",), {}, "NVTE_UNFUSED_ATTN=0"),
+        (A100, ("NVTE_UNFUSED_ATTN",), {"cp": 2}, "below 2.8.4"),  # which context parallelism has not in any case
         (FLASH, ("NVTE_UNFUSED_ATTN",), {}, None),
         (H100, ("NVTE_FUSED_ATTN",), {}, None),
         (Gpu(), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
@@ -95,7 +96,9 @@ def test_the_unfused_attention_is_said():
         ),
     ],
 )
-def test_a_kernel_that_a_variable_switches_off_serves_nothing(gpu, off, degrees, reason):
+def test_a_kernel_that_a_variable_switches_off_serves_nothing(monkeypatch, gpu, off, degrees, reason):
+    for name in off:
+        monkeypatch.setenv(name, "0")
     found = te_refusal(DENSE, layout(**degrees), dataclasses.replace(gpu, switched_off=off))
     assert found is None if reason is None else found.endswith(reason), found
 

@@ -112,7 +112,10 @@ def test_a_folder_of_text_and_more_is_planned_by_its_text_part(plan, backend):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sft.yaml", "-n", "3"], "tp*pp*cp (2*1*1 = 2) does not divide the 3 processes; use 2 or 4 processes"),
+        (
+            ["sft.yaml", "-n", "3"],
+            "tp*pp*cp (2*1*1 = 2) does not divide the 3 processes; use a multiple of 2 processes, or smaller degrees",
+        ),
         (["sft.yaml", "--efficiency", "2"], "Invalid value for '--efficiency'"),
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--suggest"], "has no layouts to search"),
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--calibrate"], "has no stages to time"),

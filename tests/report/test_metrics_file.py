@@ -55,9 +55,10 @@ def test_it_is_read_where_it_grows(path):
 
 def test_what_is_no_row_is_left_out_and_said(path):
     bad = ["{", "3", "[1]", '{"x": 1}', '{"step": "2"}', '{"step": null}', '{"step": 1.5}', '{"step": NaN}']
-    table = read(path, '{"step": 1, "x": 1}', *bad, '{"step": 2, "x": 2}')
+    bad += [f'{{"step": 3, "x": {10**400}}}', f'{{"step": {2**70}}}', '{"step": 3, "x": ' + "[" * 99_999]
+    table = read(path, '{"step": 1, "x": 1}', *bad, '{"step": 2.0, "x": 2}', end="")
     assert table.steps.tolist() == [1, 2] and table.curves["x"].values.tolist() == [1, 2]
-    assert table.notes == ["metrics.jsonl: left out lines that are no row of metrics (2, 3, 4 and 5 more)"]
+    assert table.notes == ["metrics.jsonl: left out lines that are no row of metrics (2, 3, 4 and 8 more)"]
 
 
 def test_values_that_are_not_finite_stay_and_are_said(path):

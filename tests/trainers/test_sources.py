@@ -89,7 +89,7 @@ def test_what_a_resume_may_change_of_the_sources(inputs, data, tmp_path):
     heavier = [data["train"][0] | {"weight": 2.0}, *data["train"][1:]]
     kind, message, said = run(1, longer | {"data": {**data, "eval": None, "train": heavier}})
     assert (kind, message) == ("done", "")
-    assert "data.train: weight of train was 0.5 and is 2: shares count from here" in said
+    assert "data.train: weight of train was 0.5 and is 2.0: shares count from here" in said
     assert "changed since the checkpoint: data.train[0].weight: 0.5 at the save, 2.0 now" in said
     last = config | {"train": config["train"] | {"steps": 7}}
     for train, says in (

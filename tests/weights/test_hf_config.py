@@ -74,6 +74,15 @@ def test_a_missing_key_means_transformers_default(model_type):
         ("{}", "model_type None is not a name"),
         ('{"model_type": "llama", "hidden_size": "big"}', "transformers refuses it: .*hidden_size"),
         ('{"model_type": "llama", "rope_theta": 0}', "rope_theta 0.* is not above 1"),
+        ('{"model_type": "llama", "rope_theta": "10000"}', "rope_theta '10000' is not above 1"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers 1000000000 is out of"),
+        ('{"model_type": "qwen3_5", "text_config": {"vocab_size": -1}}', "vocab_size -1 is out of its range"),
+        ('{"model_type": "llama", "rms_norm_eps": NaN}', "rms_norm_eps nan is out of its range"),
+        ('{"model_type": "qwen3_moe", "decoder_sparse_step": 0}', "decoder_sparse_step 0 is out of its range"),
+        ('{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": "8"}}', "factor '8' is out of"),
+        ('{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}', "3 does not divide num_att"),
+        ('{"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 9}', "9 is not 1 to 4"),
+        (json.dumps({"model_type": "llama", "rope_scaling": LLAMA3 | {"low_freq_factor": 5}}), "5 is not below high"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text, message):

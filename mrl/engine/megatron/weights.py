@@ -44,11 +44,12 @@ def rule_of_parameters(models: Sequence[Model], rules: Sequence[Mapping[str, Rul
 def load_masters(
     optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
 ) -> None:
-    """Sets fp32 master weights from `read`. Those of fp32 parameters are the parameters themselves."""
+    """Sets fp32 master weights from `read`, but those that are fp32 parameters themselves."""
     rule_of = rule_of_parameters(models, rules)
     for _, parameter, main, span in shards(optimizer):
-        whole = rule_of[id(parameter)].load(read)
-        main.data.copy_(whole.reshape(-1)[span].view(main.shape))
+        if main.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+            whole = rule_of[id(parameter)].load(read)
+            main.data.copy_(whole.reshape(-1)[span].view(main.shape))
 
 
 def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, mtp: int) -> list[ChunkPlan]:
