@@ -148,7 +148,7 @@ class ConfigError(UserError):
 
 
 class MistakeCollector:
-    """Collect the mistakes of one parse as a context, and raise them as one error at its end."""
+    """Collects the mistakes of one parse as a context, and raises them as one error at its end."""
 
     def __init__(self) -> None:
         self.found: list[ConfigError] = []

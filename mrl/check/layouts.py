@@ -72,7 +72,7 @@ def _layout(degrees: dict[str, int], sp: bool | str) -> Layout:
     try:
         layout.dims  # noqa: B018 - for what it refuses
     except ConfigError as error:
-        raise UserError("--layouts", why=f"{error.why}", fix=error.fix) from None
+        raise UserError("--layouts", why=error.why, fix=error.fix) from None
     return layout
 
 

@@ -144,9 +144,7 @@ def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens"
     return engine
 
 
-def forward_backward(
-    engine: BaseEngine, batch: Batch, ctx: Mapping[str, float] = PLAIN_CTX
-) -> tuple[float, Tensor]:  # fmt: skip
+def forward_backward(engine: BaseEngine, batch: Batch, ctx: Mapping[str, float] = PLAIN_CTX) -> tuple[float, Tensor]:
     """Returns the loss, and log-probs or values [T] in the order of the batch; gradients are on the engine."""
     name = "log_probs" if engine.config.head == "lm" else "values"
     engine.optimizer_zero_grad()
@@ -162,7 +160,7 @@ def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
 
 def _weight_errors(
     engine: BaseEngine, work: LayoutWork, expected: StepNumbers, before: Mapping[str, Tensor], bounds: Bounds
-) -> tuple[TensorErrors, float]:  # fmt: skip
+) -> tuple[TensorErrors, float]:
     """Compares the weights after the step. Also returns the share of elements with a gradient that could be
     compared."""
     dtype = torch.float32 if work.adapter is not None else DTYPES[work.config.model.dtype]

@@ -32,9 +32,7 @@ def generate(
     from mrl.launch import inference
 
     options = sampling_keys(given) | {"data.system": system, "rollout.samples_per_prompt": samples}
-    return inference.generate(
-        model, overrides, prompts=prompt, file=prompts, nproc=nproc, options=options, **given
-    )  # fmt: skip
+    return inference.generate(model, overrides, prompts=prompt, file=prompts, nproc=nproc, options=options, **given)
 
 
 def sampling_keys(given: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mrl.commands import CONFIG, OVERRIDES, Argument, Command, Group, Option, ec
 from mrl.config.command import roots
 from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError, quoted
-from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
+from mrl.launch.slurm.options import DEFAULT_PROFILE, TEMPLATE_NAMES, SlurmConfig
 from mrl.words import pluralize
 
 
@@ -209,7 +209,7 @@ COMMAND = Group(
             help="Print a template, to change and give to --template. All others are blocks in `base`.",
             examples="mrl slurm template bare > job.sbatch",
             run=template,
-            params=[Argument(name="name", choices=lambda: ["base", "bare", "container", "apptainer", "hetero"])],
+            params=[Argument(name="name", choices=lambda: ["base", *TEMPLATE_NAMES])],
         ),
         "status": Command(
             help="State, time, restarts and progress of a job; without an argument of all your jobs in the queue.",

@@ -23,10 +23,10 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
 """mrl's own engines and what each supports (`mrl.engine.checks.EngineChecks.supports`)."""
 
 
-def registered_engines() -> dict[str, list[metadata.EntryPoint]]:
-    """Returns what installed packages register as engines, by name."""
+def entry_points_of(group: str) -> dict[str, list[metadata.EntryPoint]]:
+    """Returns what installed packages register in a group, by name."""
     entry_points: dict[str, list[metadata.EntryPoint]] = {}
-    for entry in metadata.entry_points(group=GROUP):
+    for entry in metadata.entry_points(group=group):
         entry_points.setdefault(entry.name, []).append(entry)
     return entry_points
 
@@ -39,7 +39,7 @@ def package_of(entry: metadata.EntryPoint) -> str:
 def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
     """Returns the one engine of an installed package with this name. Raises ConfigError where there are none or
     several."""
-    engines = registered_engines()
+    engines = entry_points_of(GROUP)
     entries = engines.get(name, [])
     if len(entries) == 1:
         return entries[0]

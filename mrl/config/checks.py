@@ -296,7 +296,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
     check_recompute(engine, role)
 
 
-def check_host_optimizer(engine: EngineConfig, role: str = "") -> None:
+def check_host_optimizer(engine: EngineConfig, role: str) -> None:
     """Raises ConfigError if an optimizer on the host is to be moved there between steps."""
     path = join_key(role, "engine")
     if engine.megatron.get(CPU_OFFLOAD_FIELD) and "optimizer" in engine.offload:
@@ -313,13 +313,13 @@ def check_recompute(engine: EngineConfig, role: str = "") -> None:
             refuse_unread(engine, path, reason, f"set {path}.recompute to {choice}, or leave it out", (key,))
 
 
-def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:
+def check_replicate(engine: EngineConfig, processes: int) -> None:
     """Copies of the weights (HSDP) that fit the number of processes."""
     replicate = engine.fsdp.replicate
     if processes % replicate:
         fit = divisors_near(processes, replicate)
         raise ConfigError(
-            f"{path}.fsdp.replicate", replicate, f"does not divide the {processes} processes", f"use one of {fit}"
+            "engine.fsdp.replicate", replicate, f"does not divide the {processes} processes", f"use one of {fit}"
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
+from mrl.config.backends import entry_points_of
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.keys import Key, join_key, types_of, walk_keys
 from mrl.config.phases import Phase, Phases
@@ -241,12 +242,7 @@ def own_names() -> list[str]:
 @functools.cache
 def registered_commands() -> Mapping[str, Sequence[EntryPoint]]:
     """Returns what installed packages register as commands, by name."""
-    from importlib import metadata
-
-    entry_points: dict[str, list[EntryPoint]] = {}
-    for entry in metadata.entry_points(group=GROUP):
-        entry_points.setdefault(entry.name, []).append(entry)
-    return entry_points
+    return entry_points_of(GROUP)
 
 
 def names() -> list[str]:

@@ -196,7 +196,8 @@ def is_rewarded(config: PPOConfig) -> bool:
 def check_rollout(config: Any) -> None:
     """Raises ConfigError where keys of `rollout` contradict each other, or one would be left unread.
 
-    config: of a command whose model samples."""
+    config: of a command whose model samples.
+    """
     rollout = config.rollout
     if "" in rollout.stop:
         raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.keys import join_key, value_at
@@ -39,7 +38,7 @@ def fill_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     made = dict(raw)
     for role in (role for of, role, adapters in RATES if of == command and not adapters):
         sections = [role, "optimizer"] if role else ["optimizer"]
-        if value_at(raw, join_key(role, "optimizer.lr")) is not None or not _may_hold(raw, sections):
+        if value_at(raw, join_key(role, "optimizer.lr")) is not None or not _may_hold(raw, role):
             continue
         is_used = role != "critic" or "critic" in raw  # that of an algorithm without one is another run's
         saved = value_at(_saved(raw), join_key(role, "optimizer.lr")) if is_used else None
@@ -52,10 +51,9 @@ def fill_rates(raw: Mapping[str, Any], command: str) -> dict[str, Any]:
     return made
 
 
-def _may_hold(raw: Any, sections: Sequence[str]) -> bool:
+def _may_hold(raw: Any, role: str) -> bool:
     """Returns whether each section is a mapping or absent: what is anything else has a message of its own."""
-    paths = itertools.accumulate(sections, "{}.{}".format)
-    return all(isinstance(value_at(raw, path), Mapping | None) for path in paths)
+    return all(isinstance(value_at(raw, path), Mapping | None) for path in (role, join_key(role, "optimizer")))
 
 
 def _saved(raw: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.command import TrainingCommand, command_of_data
-from mrl.config.keys import join_key, walk_keys
+from mrl.config.keys import join_key, value_at, walk_keys
 from mrl.config.urls import without_signatures
 from mrl.errors import ConfigError, Shown, show
 
@@ -154,24 +154,16 @@ def expand_nulls(
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
     meant = [command.null_values(data) for data in both]
     for dotted in dict.fromkeys([*command.null_fallbacks, *meant[0], *meant[1]]):
-        *sections, name = dotted.split(".")
-        held = [_at(data, *sections) for data in both]
-        if any(section is None for section in held) or (held[0].get(name) is None) == (held[1].get(name) is None):
+        section_path, _, name = dotted.rpartition(".")
+        held = [value_at(data, section_path) for data in both]
+        if not all(held) or (held[0].get(name) is None) == (held[1].get(name) is None):
             continue
         for data, section, values in zip(both, held, meant, strict=True):
             if section.get(name) is None and dotted in command.null_fallbacks:
-                *others, other = command.null_fallbacks[dotted].split(".")
-                section[name] = copy.deepcopy(_at(data, *others)[other])
+                section[name] = copy.deepcopy(value_at(data, command.null_fallbacks[dotted]))
             elif section.get(name) is None:
                 section[name] = values.get(dotted)
     return both
-
-
-def _at(data: Mapping[str, Any], *names: str) -> Any:
-    """Returns the section below `names`; None where an older version had none."""
-    for name in names:
-        data = data.get(name) or {}
-    return data or None
 
 
 def _plain(value: Any) -> Any:

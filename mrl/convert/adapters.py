@@ -199,7 +199,7 @@ def merge_checkpoint_adapters(
     tensors = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])
     return MergedReader(
         str(companions), family, hf_config, head=saved.head, dtype=dtype, shapes=shapes, adapter=tensors
-    )  # fmt: skip
+    )
 
 
 def merge_adapter_folder(

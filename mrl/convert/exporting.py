@@ -32,11 +32,11 @@ from mrl.weights.safetensors_io import (
     lay_out,
     main_dtype,
     parse_size,
-    shorten_list,
     split_into_shards,
     tensor_bytes,
 )
 from mrl.weights.tokenizer_files import add_end_tokens, write_chat_template
+from mrl.words import shorten_list
 
 _METADATA = {"format": "pt"}
 

@@ -46,7 +46,8 @@ from mrl.weights.mcore_weights import (
     whole_rules,
 )
 from mrl.weights.rules import Rule, expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, SINGLE, lay_out, shorten_list, tensor_bytes
+from mrl.weights.safetensors_io import DTYPES, SINGLE, lay_out, tensor_bytes
+from mrl.words import shorten_list
 
 FILE_BYTES = 2**29
 """Size that a data file grows to. A killed conversion writes its unfinished files a second time."""

@@ -24,6 +24,7 @@ import datasets
 import numpy as np
 import pyarrow
 
+from mrl.config.sources import FORMS
 from mrl.config.urls import shown_url
 from mrl.data.files import SUFFIXES, JsonlFile, ParquetFile, arrow_row, open_file
 from mrl.data.remote import RemoteFile, find_files, local_file
@@ -33,7 +34,6 @@ from mrl.errors import DataError
 
 Part = Literal["train", "eval"]
 
-FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved datasets folder, or a hub id"
 DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("test", "validation")}
 OPEN_FILES = 64  # file handles held at a time; a data set may have thousands of files
 END_ROWS = 64  # rows hashed at each end of a `datasets` data set

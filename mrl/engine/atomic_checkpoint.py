@@ -190,7 +190,7 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
         raise CheckpointError(path, why="no such folder", fix=f"name a checkpoint such as checkpoints/{step_name(100)}")
     marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
     if backend is not None and marker.backend != backend:
-        raise CheckpointError(path, why=f"{other_backend(marker.backend, backend)}")
+        raise CheckpointError(path, why=other_backend(marker.backend, backend))
     for file, entry in marker.files.items():
         check_file(path, file, entry, content=entry["size"] <= SMALL_BYTES)
     return marker

@@ -21,7 +21,7 @@ from mrl.weights.adapter_folder import is_adapter
 from mrl.weights.hf_config import GGUF, positions_of
 from mrl.weights.hub import model_folder
 from mrl.weights.json_file import read_json
-from mrl.weights.mcore_weights import MARKER, is_imported
+from mrl.weights.mcore_weights import FOLDER, MARKER, is_imported
 from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, main_dtype
 from mrl.weights.tokenizer_files import TOKENIZER_FILES
 
@@ -53,7 +53,7 @@ def find_model(given: str, key: str = "MODEL") -> PlaceConfig:
     if (hf / "config.json").is_file() or (hf / ADAPTER_CONFIG).is_file():
         place = find_model(str(hf), key)
         return dataclasses.replace(place, given=given, what=f"the run's export {hf} ({place.what})")
-    if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, "mcore")):
+    if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, FOLDER)):
         raise ModelError(key, quoted(given), "holds no model", f"give {FORMS}")
     return _of_source(given, folder, key)
 

@@ -143,7 +143,7 @@ def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
     return min(1.0, 2 * ways / 2**count)
 
 
-def sign_flips(differences_P: Sequence[float], seed: int = 0) -> float:
+def sign_flips(differences_P: Sequence[float]) -> float:
     """Returns the two-sided p-value of a paired permutation test (Fisher 1935).
 
     It is how often the mean difference is as far from 0 if each prompt's difference has either sign alike. With up to
@@ -158,7 +158,7 @@ def sign_flips(differences_P: Sequence[float], seed: int = 0) -> float:
             for signs in itertools.product((1, -1), repeat=len(differing))
         )
         return sum(total >= seen for total in sums) / 2 ** len(differing)
-    rng, sizes, as_far = np.random.Generator(np.random.Philox(seed)), np.array(differing), 0
+    rng, sizes, as_far = np.random.Generator(np.random.Philox(0)), np.array(differing), 0
     for count in [AT_ONCE] * (RANDOM_SIGNS // AT_ONCE):
         signs = rng.integers(0, 2, (count, len(sizes)), dtype=np.int8) * 2 - 1
         as_far += int((abs(signs @ sizes) >= seen).sum())

@@ -29,7 +29,7 @@ def _rows(raw: Any, path: str) -> dict[str, Any]:
     raise ConfigError(path, raw, f"is {value_kind(raw)}", "give a file of rows, or {eval: FILE} and other keys of data")
 
 
-def parse_reward(raw: Any, path: str = "reward") -> dict[str, Any]:
+def parse_reward(raw: Any, path: str) -> dict[str, Any]:
     """Returns an entry of rewards.functions. The name alone may be given."""
     if isinstance(raw, Mapping):
         return dict(raw)

@@ -35,10 +35,9 @@ from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
 from mrl.launch.environment import JoinedWorld, joined_world
-from mrl.launch.start import choose_nproc, join
+from mrl.launch.start import LOADING, choose_nproc, join
 from mrl.trainers.waits import announce, write_error_line
 
-LOADING = "loading PyTorch and what goes with it"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Keys of `rollout` that a greedy choice leaves unread."""
 

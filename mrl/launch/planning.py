@@ -153,7 +153,8 @@ def _suggest(
 ) -> tuple[bool, list[str]]:  # fmt: skip
     """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too.
 
-    tell: the progress callback."""
+    tell: the progress callback.
+    """
     from mrl.plan import suggesting
 
     parts = _with_config_json(command, config)
@@ -258,9 +259,7 @@ def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU
         return None, "not planned: its process ended early; mrl plan says why"
 
 
-def planned_verdict(
-    command: TrainingCommand, config: Config, world_size: int, card: GPU
-) -> tuple[bool | None, str]:  # fmt: skip
+def planned_verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
     """Plans a run. Returns what `verdict` returns. From now on this process plans. A planner's fault stops no job."""
     try:
         with preflight.quiet():

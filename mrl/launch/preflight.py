@@ -23,7 +23,7 @@ from mrl.config.checks import (
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import RAW_TEXT, RenderedSource
+from mrl.config.sources import FORMS, RAW_TEXT, RenderedSource
 from mrl.config.stream_checks import streamed_keys
 from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
@@ -285,9 +285,10 @@ def _base_of(model: ModelConfig, key: str, merges: bool) -> ModelConfig:
     if not merges:
         fix = "merge it with `mrl convert export ADAPTER OUT` and give OUT"
         raise ModelError(*at, "is an adapter and no model", fix)
-    base = read_json(adapter / adapter_folder.CONFIG).get(adapter_folder.BASE)
+    base: Any = read_json(adapter / adapter_folder.CONFIG).get(adapter_folder.BASE)
     fix = "merge it with `mrl convert export ADAPTER OUT --model BASE` and give OUT"
-    if not base or (base.startswith((".", "/", "~")) and not os.path.isdir(base)) or is_adapter(pathlib.Path(base)):
+    named = isinstance(base, str) and base and (os.path.isdir(base) or not base.startswith((".", "/", "~")))
+    if not named or is_adapter(pathlib.Path(base)):
         raise ModelError(*at, f"is an adapter over {base!r}, which is no model here", fix)
     return dataclasses.replace(model, path=base)
 
@@ -327,12 +328,7 @@ def check_data(data: RowsConfig) -> None:
                 continue  # one process of the run looks: this machine may have no network
             raise _not_downloaded(key, value)
         if _is_missing(value):
-            raise DataError(
-                key,
-                quoted(value),
-                "does not exist",
-                "give a .jsonl or .parquet file, a folder or glob of them, or a hub id",
-            )
+            raise DataError(key, quoted(value), "does not exist", f"give {FORMS}")
     templates = {"data.chat_template": data.chat_template}
     for key, source in sources_of(data):
         if isinstance(source, RenderedSource):

@@ -73,7 +73,7 @@ def start(
             print(f"# {line} (as it is here)", flush=True)
         return None
     if _has_vllm_inside(config):
-        vllm_start.check_version(vllm_start.installed())
+        vllm_start.check_version()
     for note in preflight.position_notes(command, config, parts) if shows else ():
         write_line(note)
     command_line = shlex.join(["mrl", *sys.argv[1:]])

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy
 
+from mrl.words import shorten_list
+
 STEP, TOKENS, STEP_S, EVAL_S = "step", "train/tokens", "perf/step_s", "perf/eval_s"
-NUMBERS_SHOWN = 3
-"""Line numbers or steps that a note lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +105,13 @@ def read_table(path: pathlib.Path) -> Table:
     curves = {name: Curve(numpy.array(places[name]), numpy.array(values[name])) for name in places}
     notes = []
     if broken:
-        notes.append(f"{path.name}: left out lines that are no row of metrics ({_some(broken)})")
+        notes.append(f"{path.name}: left out lines that are no row of metrics ({shorten_list(broken)})")
     if others:
         notes.append(f"{', '.join(sorted(others))}: not shown, being no numbers")
     for name, curve in sorted(curves.items()):
         wrong = steps[curve.rows[~curve.finite]].tolist()
         if wrong:
-            notes.append(f"{name}: not finite in step {_some(wrong)}")
+            notes.append(f"{name}: not finite in step {shorten_list(wrong)}")
     return Table(steps, curves, notes)
 
 
@@ -120,8 +120,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, str | list | dict):
         return None
     return math.nan if value is None else float(value)
-
-
-def _some(items: list[int]) -> str:
-    shown = ", ".join(map(str, items[:NUMBERS_SHOWN]))
-    return shown if len(items) <= NUMBERS_SHOWN else f"{shown} and {len(items) - NUMBERS_SHOWN} more"

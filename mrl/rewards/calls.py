@@ -98,16 +98,13 @@ def _score_of(value: Any) -> Any:
     return value
 
 
-def _row_value(name: str) -> Callable[[Sample], Any]:
-    def get(sample: Sample) -> Any:
-        if name not in sample.row:
-            raise MissingFields(
-                f"the row has no field {name!r}; add it, rename one with data.columns, or give a default; "
-                f"it has {', '.join(sample.row) or 'none'}"
-            )
-        return sample.row[name]
-
-    return get
+def _data_source(sample: Sample) -> Any:
+    if "data_source" not in sample.row:
+        raise MissingFields(
+            "the row has no field 'data_source'; add it, rename one with data.columns, or give a default; "
+            f"it has {', '.join(sample.row) or 'none'}"
+        )
+    return sample.row["data_source"]
 
 
 def _ground_truth(sample: Sample) -> Any:
@@ -166,7 +163,7 @@ SAMPLE = SignatureForm(
 GROUP = SignatureForm("group", {"prompt": _first(_PROMPT), "row": _first(_ROW), **_LIST_ARGUMENTS})
 BATCH = SignatureForm("batch", {"prompts": _each(_PROMPT), "rows": _each(_ROW), **_LIST_ARGUMENTS})
 _VERL: Mapping[str, Callable[[Sample], Any]] = {
-    "data_source": _row_value("data_source"), "solution_str": _COMPLETION, "ground_truth": _ground_truth,
+    "data_source": _data_source, "solution_str": _COMPLETION, "ground_truth": _ground_truth,
     "extra_info": _extra_info,
 }  # fmt: skip
 VERL = SignatureForm("sample", {name: _first(get) for name, get in _VERL.items()}, read=_score_of)

@@ -218,7 +218,7 @@ class RewardPool:
 
 
 class _PoolRun:
-    """Track the tasks of one `RewardPool.run`: waiting, to run alone, and their outcomes."""
+    """Tracks the tasks of one `RewardPool.run`: waiting, to run alone, and their outcomes."""
 
     def __init__(
         self,

@@ -171,13 +171,13 @@ def _completion_decides_time(reward: Reward) -> bool:
     return isinstance(reward, RegexReward | MathReward)
 
 
-def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
+def faults_in_words(faults: Sequence[str]) -> list[str]:
     """Returns lines for the console: the first faults, and the number of others."""
-    rest = len(faults) - most
-    if rest <= 0:
-        return list(faults)
+    first, rest = list(faults[:3]), len(faults[3:])
+    if not rest:
+        return first
     what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
-    return [*faults[:most], f"and {rest:,} more {what}"]
+    return [*first, f"and {rest:,} more {what}"]
 
 
 def metrics(scores: Scores) -> dict[str, float]:

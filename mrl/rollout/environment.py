@@ -44,16 +44,16 @@ class EnvironmentStep:
     done: bool
 
 
-def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
+def load_environment(spec: str) -> Callable[[], Any]:
     """Returns the class that `path.py:Class` names. Raises ConfigError if it cannot be used."""
-    environment: Any = load_named(spec, key, kind="class")
+    environment: Any = load_named(spec, KEY, kind="class")
     try:
         inspect.signature(environment).bind()
         inspect.signature(environment.reset).bind(None, {})
         inspect.signature(environment.step).bind(None, "text")
     except (AttributeError, TypeError) as error:
         fix = "write __init__(self), reset(self, row) and step(self, text)"
-        raise ConfigError(key, why=f"{spec}: {error}", fix=fix) from None
+        raise ConfigError(KEY, why=f"{spec}: {error}", fix=fix) from None
     return environment
 
 

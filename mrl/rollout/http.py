@@ -41,9 +41,7 @@ class HttpClient:
     - secret: sent as `Authorization: Bearer`, and hidden in messages; "" is none
     """
 
-    def __init__(
-        self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = ""
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls", secret: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in ("http", "https"):

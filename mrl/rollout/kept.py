@@ -37,7 +37,7 @@ _WRITING = threading.Lock()
 
 
 class KeptRollouts(TrajectorySource):
-    """Keep another source's trajectories in files of `folder`, until rollouts of later weights come.
+    """Keeps another source's trajectories in files of `folder`, until rollouts of later weights come.
 
     A file is read instead of sampling again if the same is asked for with the same weights and origin. The weights are
     the same after as many steps of the same run, or before the first step.

@@ -62,9 +62,13 @@ class SavedSample:
         return self.mask.index(1)
 
 
-def samples_path(folder: str, step: int, series: Series = "step") -> str:
+def _plain_path(folder: str, step: int, series: Series) -> str:
+    return os.path.join(folder, f"{series}_{step:08d}.jsonl")
+
+
+def samples_path(folder: str, step: int, series: Series) -> str:
     """Returns the path of a file: of the compressed one if it is there alone."""
-    path = os.path.join(folder, f"{series}_{step:08d}.jsonl")
+    path = _plain_path(folder, step, series)
     return f"{path}{COMPRESSED}" if os.path.exists(f"{path}{COMPRESSED}") and not os.path.exists(path) else path
 
 
@@ -125,8 +129,8 @@ def write_samples(
         fields = {name: value for name, value in vars(sample).items() if tokens or name not in TOKENS}
         lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
     content = "".join(lines).encode("utf-8", "backslashreplace")  # half of a UTF-16 pair, as JSON writes it
-    plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
-    path, other = plain, plain + COMPRESSED
+    path = _plain_path(folder, step, series)
+    other = path + COMPRESSED
     if compress:
         path, other, content = other, path, gzip.compress(content, mtime=0)  # equal samples are equal bytes
     _write_whole(pathlib.Path(path), content)

@@ -222,7 +222,7 @@ class Server(abc.ABC):
 
 
 class ServerGroup(tuple[Server, ...]):
-    """Call several servers at the same time."""
+    """Calls several servers at the same time."""
 
     def map(self, call: Callable[[Server], T]) -> list[T]:
         """Makes `call` for each server at the same time. Returns the results when all have ended, or raises the first

@@ -37,7 +37,7 @@ class EndTokens:
     @classmethod
     def of(
         cls, folder: str, tokenizer: PreTrainedTokenizerBase, encoders: Sequence[Encoder] | None = None
-    ) -> EndTokens:  # fmt: skip
+    ) -> EndTokens:
         """Returns a model's end tokens.
 
         encoders: with the chat templates that the model is asked or trained with; None: with the tokenizer's.

@@ -38,7 +38,7 @@ from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.cpu_packing import repack
 from mrl.rollout.vllm import log_probs_mode, refuse, sampling_fields
-from mrl.rollout.vllm_start import check_version, import_vllm, installed, last_words
+from mrl.rollout.vllm_start import check_version, import_vllm, last_words
 from mrl.rollout.weights import DrainedStream
 
 _ARGUMENTS = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args"
@@ -107,7 +107,7 @@ class VLLMSampler(Sampler):
 
     @property
     def notes(self) -> Sequence[str]:
-        line = check_version(installed())
+        line = check_version()
         return [] if line is None else [line]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:

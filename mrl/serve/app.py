@@ -70,7 +70,7 @@ class ClientRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Auth:
-    """Check who may ask, and how much.
+    """Checks who may ask, and how much.
 
     key: None if nobody needs one; then a client must name this machine by a loopback address.
     """

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 from mrl.errors import UserError, unwritable
 from mrl.serve.operations import ModelKind
+from mrl.words import shorten_list
 
 PREFIX = "tinker://"
 ENDED = 0.0
@@ -113,7 +114,7 @@ class Ledger:
 
     def skipped_lines(self) -> str:
         """Returns a line on those that cannot be read; "" if all can."""
-        numbers = ", ".join(map(str, self.odd[:10]))
+        numbers = shorten_list(self.odd, 10)
         return f"{self.file.name}: lines that cannot be read are passed over: {numbers}" if self.odd else ""
 
     def remove_partial(self) -> None:

@@ -66,7 +66,7 @@ class CompletionRequest:
 
 
 class OpenAIHandlers:
-    """Handle OpenAI's endpoints."""
+    """Handles OpenAI's endpoints."""
 
     def __init__(
         self,

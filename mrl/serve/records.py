@@ -19,7 +19,7 @@ MAX_PAGE = 1000
 
 
 class RecordHandlers:
-    """Handle the endpoints of runs, checkpoints and sessions."""
+    """Handles the endpoints of runs, checkpoints and sessions."""
 
     def __init__(self, ledger: Ledger, links: DownloadLinks) -> None:
         self.ledger, self.links = ledger, links

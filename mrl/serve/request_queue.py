@@ -95,7 +95,7 @@ class FutureExpired(Exception):
 
 
 class _OrderedQueue:
-    """Queue requests of one model in the order of their ids."""
+    """Queues requests of one model in the order of their ids."""
 
     def __init__(self, first: int) -> None:
         self.next = first
@@ -126,7 +126,7 @@ class _OrderedQueue:
 
 
 class _BatchQueue:
-    """Queue requests that are done together."""
+    """Queues requests that are done together."""
 
     def __init__(self) -> None:
         self.waiting: list[QueuedRequest] = []
@@ -140,7 +140,7 @@ class _BatchQueue:
 
 
 class RequestQueue:
-    """Queue the requests of one server and keep their futures. Every method may be called on any thread."""
+    """Queues the requests of one server and keeps their futures. Every method may be called on any thread."""
 
     def __init__(self, *, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_waiting, self.clock = max_waiting, clock

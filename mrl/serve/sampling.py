@@ -34,7 +34,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 class SamplingHandlers:
-    """Handle the calls of a sampling client. end_tokens: they end a completion if the client names none."""
+    """Handles the calls of a sampling client. end_tokens: they end a completion if the client names none."""
 
     def __init__(
         self, served: ServedModel, ledger: Ledger, request_queue: RequestQueue, end_tokens: Sequence[int]

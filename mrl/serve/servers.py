@@ -50,7 +50,7 @@ class ServedAdapter:
 
 
 class _LoadedAdapters:
-    """Track the adapters of one server, the one used last at the end."""
+    """Tracks the adapters of one server, the one used last at the end."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.lock = server, threading.Lock()

@@ -58,15 +58,12 @@ def with_precision(engine: EngineConfig) -> dict[str, Any]:
     return {"precision": settings} if settings else {}
 
 
-def saved_by(path: pathlib.Path, made_by: str, *, fields: Collection[str], mmap: bool = False) -> dict[str, Any] | None:
-    """Returns what a cache's file holds; None where there is none, it was made by something else, or is damaged.
-
-    mmap: tensors stay in the file until they are read.
-    """
+def saved_by(path: pathlib.Path, made_by: str, *, fields: Collection[str]) -> dict[str, Any] | None:
+    """Returns what a cache's file holds; None where there is none, it was made by something else, or is damaged."""
     if not path.exists():
         return None
     try:
-        saved = read_pt(path, fields=("made_by", *fields), mmap=mmap)
+        saved = read_pt(path, fields=("made_by", *fields), mmap=True)
     except CheckpointError as error:
         logger.warning("%s: %s, and is made anew", path, error.why)
         return None
@@ -113,7 +110,7 @@ class RowCache:
         self.files, self.places, self._unread = [], {}, []
         self._added.clear()
         for path in (self.folder / name for name in names):
-            saved = saved_by(path, self.made_by, fields=("names", "counts", *self.fields), mmap=True)
+            saved = saved_by(path, self.made_by, fields=("names", "counts", *self.fields))
             if saved is None:
                 self._unread.append(path)
                 continue

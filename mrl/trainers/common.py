@@ -25,7 +25,7 @@ from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
-from mrl.weights.safetensors_io import shorten_list
+from mrl.words import shorten_list
 
 
 @dataclasses.dataclass
@@ -211,7 +211,7 @@ def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: 
     say_all(console, notes)
 
 
-def problems_in_words(problems: Sequence[Problem], most: int = 10) -> str:
+def problems_in_words(problems: Sequence[Problem]) -> str:
     """Returns the first of a step's problems (see engine/guards.py), and how many more there are."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(map(str, problems[:most])) + more
+    more = len(problems[10:])
+    return "; ".join(map(str, problems[:10])) + (f"; and {more} more" if more else "")

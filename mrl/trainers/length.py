@@ -71,7 +71,7 @@ def _check_sources(config: Any, *, most: int, needed: int, rows: int, each: int)
         fix = f"{less}raise epochs of a source"
         raise ConfigError("train.global_batch_size", size, f"takes {rows:,} rows, {have}", fix)
     if needed > most:
-        key, value = ("train.epochs", float(train.epochs or 1))
+        key, value = "train.epochs", float(train.epochs or 1)
         if train.steps is not None:
             key, value = "train.steps", train.steps
         fix = f"give at most {most // rows * each} steps, or raise epochs of a source"

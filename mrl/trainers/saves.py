@@ -27,7 +27,7 @@ def check_background(wanted: bool, engines: Mapping[str, BaseEngine]) -> None:
 
 
 class CheckpointSaver:
-    """Save checkpoints. All methods but `ended` on its way out of an error are collective."""
+    """Saves checkpoints. All methods but `ended` on its way out of an error are collective."""
 
     def __init__(self, device: torch.device) -> None:
         self.saver = BackgroundSaver(device)

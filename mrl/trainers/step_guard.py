@@ -27,16 +27,10 @@ class StepGuard:
         self, trainer: Trainer, role: str, batch: Batch, *, head: str, may_be_zero: bool, rows: Sequence[str] = ()
     ) -> None:
         """rows: file and line of each sequence of the batch."""
-        self._trainer, self._progress, self._role, self._batch, self._rows = (
-            trainer,
-            trainer.progress,
-            role,
-            batch,
-            rows,
-        )
+        self._trainer, self._role, self._batch, self._rows = trainer, role, batch, rows
         self._head, self._may_be_zero = head, may_be_zero
         self._of = "" if role == MODEL else f"{role}'s "
-        self.watches_parameters = trainer.config.train.guards and role not in self._progress.trained
+        self.watches_parameters = trainer.config.train.guards and role not in trainer.progress.trained
 
     def before_update(self, loss: float) -> None:
         """Checks the loss."""
@@ -49,10 +43,10 @@ class StepGuard:
         if norm.skipped is not None or not math.isfinite(norm):
             why = f" ({norm.skipped})" if norm.skipped else ""
             what = f"the {self._of}gradient norm is {float(norm)}{why}"
-            raise self._failed("; ".join([what, *map(str, problems[:5])]))
+            raise self._failed("; ".join(filter(None, [what, problems_in_words(problems)])))
         if not self.watches_parameters:
             return
-        progress, role = self._progress, self._role
+        progress, role = self._trainer.progress, self._role
         has_gradient, an_adapter_waits = float(norm) != 0, len(problems) < len(result.problems)
         if (self._may_be_zero and not has_gradient) or (self._head == "value" and role not in progress.moved):
             problems = [problem for problem in problems if problem.kind is not FaultKind.ZERO_GRADIENT]
@@ -65,7 +59,7 @@ class StepGuard:
 
     def _failed(self, what: str) -> TrainingError:
         """Saves the batch. Returns an error that names the fault, the file and the last good state. Collective."""
-        trainer, step = self._trainer, self._progress.step + 1
+        trainer, step = self._trainer, self._trainer.progress.step + 1
         dispatch, directory = trainer.dispatch, trainer.directory
         path = dispatch.on_main(lambda: directory.save_failed_batch(step, self._batch, self._rows))
         good = last_good(dispatch, directory, step - 1)

@@ -126,7 +126,7 @@ def refuse_used(path: pathlib.Path) -> None:
         )
 
 
-def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str] = MappingProxyType({})) -> None:
+def refuse_damaged(path: pathlib.Path, damaged: Mapping[str, str]) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
     checkpoints = path / "checkpoints"
     if found := [*atomic_checkpoint.damage(str(checkpoints)), *damaged.values()]:

@@ -16,7 +16,7 @@ SILENCE_S = 15.0
 
 
 class WaitWatch:
-    """Show what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
+    """Shows what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
 
     write: shows a line; it is called in that thread.
     """

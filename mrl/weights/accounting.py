@@ -42,9 +42,9 @@ def account(
     found: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
     *,
-    where: str = "the model",
+    where: str,
     may_lack: Collection[str] = (),
-    may_have: Collection[str] = (),
+    may_have: Collection[str],
 ) -> list[str]:
     """Compares the tensors of a folder with those of the model; ModelError lists every difference.
 

@@ -180,8 +180,4 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))  # it edits its argument
         return text_fields(config) if raw["model_type"] in COMPOSITES else config.to_dict()
     except Exception as error:  # transformers has no common class for what a config can have wrong
-        raise ModelError(
-            where,
-            why=f"transformers refuses it: {' '.join(str(error).split())[:_MAX_WORDS]}",
-            fix=_FIX,
-        ) from None
+        raise ModelError(where, why=f"transformers refuses it: {str(error)[:_MAX_WORDS]}", fix=_FIX) from None

@@ -28,6 +28,7 @@ from mrl.weights.companions import copy_companions
 from mrl.weights.fsync import fsync_path, write_synced
 from mrl.weights.json_file import parse_json, read_json
 from mrl.weights.pread import LazySlice, Region, TruncatedFile, read_region
+from mrl.words import shorten_list
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -106,12 +107,6 @@ def read_index(file: Path) -> dict[str, str]:
 def tensor_bytes(info: TensorInfo) -> int:
     """Returns bytes of a tensor of a dtype that is known."""
     return math.prod(info.shape) * DTYPES[info.dtype].itemsize
-
-
-def shorten_list(names: list[str], limit: int = 3) -> str:
-    """Returns a list for a message: the first few, and how many more."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def count_groups(groups: Mapping[str, list[str]]) -> list[str]:

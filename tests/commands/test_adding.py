@@ -120,7 +120,7 @@ def test_a_dry_run_checks_it_and_says_what_it_would_do(mrl, tmp_path):
     for words, says in (
         (["forget.say_every=3"], "forget.say_every: value 3 is above train.steps 1; give at most 1"),
         (["forget.flor=-3"], "forget.flor: value -3 is given to an unknown key; did you mean forget.floor?"),
-        (["data.train=gone.jsonl"], "data.train: value 'gone.jsonl' does not exist; give a .jsonl or .parquet file, "),
+        (["data.train=gone.jsonl"], "data.train: value 'gone.jsonl' does not exist; give .jsonl[.gz|.zst], .parquet, "),
         (["--nproc", "8"], "train.global_batch_size: value 4 is less than the 8 data-parallel replicas (dp8 on 8 "),
     ):
         refused = mrl("unlearn", "config.yaml", *words, "--dry-run", warm=True)

@@ -378,4 +378,4 @@ def test_is_refused_in_one_line(bad, name):
 def test_words_for_a_reward(words, entry):
     from mrl.inference.tasks import parse_reward
 
-    assert parse_reward(words) == entry
+    assert parse_reward(words, "reward") == entry

@@ -153,7 +153,7 @@ def test_a_run_with_it_or_with_servers_starts(folder, monkeypatch):
 @pytest.mark.parametrize("version", ["0.1.dev1+gabc1234", None])
 def test_an_unknown_version_is_one_line(folder, monkeypatch, version):
     install(monkeypatch, folder, version)
-    line = vllm_start.check_version(vllm_start.installed())
+    line = vllm_start.check_version()
     assert line is not None and line.endswith(f"the one here is {version or 'of an unknown version'}")
 
 

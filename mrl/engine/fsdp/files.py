@@ -111,10 +111,9 @@ class ModelFiles:
             raise ModelError(self._refused(list(tensors), error)) from error
 
     def _refused(self, names: Sequence[str], error: BaseException) -> str:
-        reason = " ".join(str(error).split())[:200]
         return (
             f"config.json: model_type {self.hf.config.model_type!r}: transformers does not convert {names[0]} "
-            f"({reason}), so that backend fsdp cannot carry it; use another model"
+            f"({str(error)[:200]}), so that backend fsdp cannot carry it; use another model"
         )
 
     @contextlib.contextmanager

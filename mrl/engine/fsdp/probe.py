@@ -28,9 +28,7 @@ LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """The same of a document beside another one: experts meet their tokens in other numbers and sum in another order."""
 
 
-def choose_attention(
-    hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = NO_CONTEXT_PARALLEL
-) -> None:
+def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses) -> None:
     """Runs `check`. If it fails, sequences are padded and each rank has its own, the model gets its own attention."""
     try:
         check(hf, packed=packed, device=device, ulysses=ulysses)
@@ -81,7 +79,7 @@ def _refusing(hf: nn.Module, what: str, remedy: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # whatever a model of another's makes of what it does not know
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = f"{type(error).__name__}: {error}"[:200]
         raise ModelError(_refused(hf, f"{what} ({reason})", remedy)) from error
 
 

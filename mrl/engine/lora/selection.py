@@ -109,7 +109,7 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
     except ValueError as error:
         raise ModelError(
             path,
-            why=f"its {CONFIG} does not fit the model in {model_folder} ({' '.join(str(error).split())})",
+            why=f"its {CONFIG} does not fit the model in {model_folder} ({error})",
             fix="give the model that it was trained over",
         ) from None
     for name, module in model.named_modules():
@@ -205,7 +205,7 @@ class Selection:
 
     def refused(self, error: Exception) -> ConfigError:
         """Returns peft's refusal as one line."""
-        why = f"is refused by peft ({' '.join(str(error).split())})"
+        why = f"is refused by peft ({error})"
         return ConfigError("model.lora", why=why, fix=f"name {self._some()} in target_modules")
 
     def _unknown(self, key: str, entry: str) -> ConfigError:

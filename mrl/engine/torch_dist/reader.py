@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mrl.engine.torch_dist.data_files import STORAGES
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, first_line
 from mrl.weights.algebra import Shape
 from mrl.weights.pread import read_region
 
@@ -155,7 +155,7 @@ class TorchDistReader:
                 self._take(_MetadataUnpickler(stream).load())
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(
-                file, why=f"cannot be read ({_short(error)})", fix="get the checkpoint again"
+                file, why=f"cannot be read ({first_line(error)})", fix="get the checkpoint again"
             ) from error
 
     def _take(self, metadata: Any) -> None:
@@ -203,7 +203,7 @@ class TorchDistReader:
                 return read_region(file.fileno(), at, dtype=dtype, shape=chunk.sizes, region=region)
         except Exception as error:  # a damaged archive raises anything
             raise CheckpointError(
-                path, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
+                path, why=f"{key} cannot be read ({first_line(error)})", fix="get the checkpoint again"
             ) from error
 
 
@@ -257,7 +257,3 @@ def _contiguous(shape: Shape) -> Shape:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__

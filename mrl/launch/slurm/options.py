@@ -165,6 +165,9 @@ def check_options(options: SlurmConfig) -> None:
             raise ConfigError("slurm.mounts", mount, "is no mount", "give absolute paths as /data:/data")
 
 
+TEMPLATE_NAMES = ("bare", "container", "apptainer", "hetero")
+"""Names of the job templates that mrl has."""
+
 SAME_NAMES = tuple("""
     nodes gpus-per-node cpus-per-task mem time partition account qos constraint exclude nodelist array
     dependency mail-type mail-user

@@ -21,10 +21,9 @@ import jinja2.meta
 
 from mrl import __version__
 from mrl.errors import ConfigError
-from mrl.launch.slurm.options import SAME_NAMES, SlurmConfig
+from mrl.launch.slurm.options import SAME_NAMES, TEMPLATE_NAMES, SlurmConfig
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
-NAMES = ("bare", "container", "apptainer", "hetero")
 SUFFIX = ".sbatch"
 TASK_ID = "%a"
 """In an override: the id of an array's task, as in Slurm's own file names."""
@@ -81,7 +80,7 @@ def render(job: Job, options: SlurmConfig) -> str:
 
 
 def _file_name(template: str) -> str:
-    return template + SUFFIX if template in NAMES else template
+    return template + SUFFIX if template in TEMPLATE_NAMES else template
 
 
 def _environment(options: SlurmConfig) -> jinja2.Environment:
@@ -105,7 +104,8 @@ def _errors_of(options: SlurmConfig) -> Iterator[None]:
         yield
     except jinja2.TemplateNotFound as error:
         why = f"the template {error.name} does not exist"
-        raise ConfigError(options.template, why=why, fix=f"give a file, or one of {', '.join(NAMES)}") from None
+        fix = f"give a file, or one of {', '.join(TEMPLATE_NAMES)}"
+        raise ConfigError(options.template, why=why, fix=fix) from None
     except jinja2.TemplateError as error:
         at = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         fix = "correct it there; what a template may read: docs/slurm.md"
@@ -117,7 +117,7 @@ def _own_template(path: str) -> Any:
 
     def load(name: str) -> tuple[str, str, None] | None:
         file = pathlib.Path(name).expanduser()
-        if name != path or path in NAMES or not file.is_file():
+        if name != path or path in TEMPLATE_NAMES or not file.is_file():
             return None
         return file.read_text(encoding="utf-8"), str(file), None
 
