@@ -1,5 +1,7 @@
-"""Makes the model folder of a check: the user's own by links, or a cut of it with random weights. Dropout is 0 in
-it."""
+"""Makes the model folder of a check. Dropout is 0 in it.
+
+It is the user's own, by links where transformers can read it as it is, or a cut of it with random weights.
+"""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Source:
     checkpoint: Path | None = None  # that `folder` is, or is a part of
     as_published: bool = False  # a Hugging Face folder, which transformers can load by itself
     skipped_tensors: list[str] = dataclasses.field(default_factory=list)  # of MTP layers, which training left out
-    notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
+    notes: list[str] = dataclasses.field(default_factory=list)  # what an export is to say, a line each
     end_tokens: dict[str, list[int]] | None = None  # of a run's completions: "own" and "added"
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
 

@@ -168,14 +168,17 @@ def _some(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> set[Kernel
 
 
 def _cures(attention: AttentionShape, gpu: Gpu, dtype: torch.dtype) -> str:
-    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables of
-    the environment; "" for nothing."""
+    """Returns what keeps a better kernel from it: a flash-attn that is not here, and variables of the environment.
+
+    "" for nothing.
+    """
     text = ""
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         text = f" without flash-attn {flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)}"
     could = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
     off = () if gpu.by_key else gpu.switched_off
-    return text + "".join(f" with {name}=0" for name in off if SWITCHES[name] in could)
+    variables = " and ".join(f"{name}=0" for name in off if SWITCHES[name] in could)
+    return text + (f" with {variables}" if variables else "")
 
 
 def te_warning(

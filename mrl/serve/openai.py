@@ -42,7 +42,10 @@ DEFAULT_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 HUNG_UP = object()
 DONE = b"data: [DONE]\n\n"
-NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
+NOT_DONE = (
+    "best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities",
+    "chat_template",
+)  # fmt: skip
 NOT_HERE = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0.0,
 }  # fmt: skip

@@ -147,7 +147,7 @@ def check_rights(folder: pathlib.Path) -> None:
 
 
 def refuse_foreign(path: pathlib.Path) -> None:
-    """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
+    """Raises ConfigError for a folder that this user may not read, or whose config.yaml or checkpoints are not ours."""
     check_rights(path)
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         why = "has checkpoints that is no folder, or a link to one that is not there"

@@ -25,7 +25,7 @@ CARRIED = "carried"
 SOURCE = "source.json"
 """The layout of the Hugging Face folder that `mrl convert import` read, in its output. It has `files` with names,
 dtypes and shapes, `metadata` and `index` (null if it was laid out in another way than ours), and
-`copies`: names of tensors that are another one again."""
+`copies`: names of tensors that repeat another one."""
 
 
 def composite(text: Family, model_type: str) -> Family:

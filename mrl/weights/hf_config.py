@@ -19,7 +19,9 @@ from mrl.weights.json_file import read_json, shorten_value
 MAX_THETA = 1e30
 """The largest theta of rotary embeddings: frequencies are computed in fp32, which ends at 3e38."""
 _FIX = "correct the field, or get the file again"
-_COUNTS = ("num_hidden_layers", "vocab_size", "decoder_sparse_step", "num_attention_heads", "num_key_value_heads")
+_MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(
+    ("vocab_size", "decoder_sparse_step", "num_attention_heads", "num_key_value_heads"), 2**31
+)
 _POSITIVE = ("rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _MAX_WORDS = 250
 """Most characters of a message of transformers, which repeats values however long they are."""
@@ -134,13 +136,14 @@ def _check_ranges(fields: Mapping[str, Any], where: str) -> None:
         if name in ("text_config", "rope_parameters", "rope_scaling") and isinstance(value, Mapping):
             _check_ranges(value, where)
             continue
-        right = True
-        if name in _COUNTS:
-            right = type(value) is int and 0 < value <= (10_000 if name == "num_hidden_layers" else 2**31)
-        elif name in _POSITIVE:
-            right = type(value) in (int, float) and 0 < value < MAX_THETA
-        if value is not None and not right:
-            raise ModelError(where, why=f"{name} {shorten_value(value)} is out of its range", fix=_FIX)
+        if value is None:
+            continue
+        if name in _MOST and not (type(value) is int and 0 < value <= _MOST[name]):
+            why = f"{name} {shorten_value(value)} is no whole number from 1 to {_MOST[name]}"
+            raise ModelError(where, why=why, fix=_FIX)
+        if name in _POSITIVE and not (type(value) in (int, float) and 0 < value < MAX_THETA):
+            why = f"{name} {shorten_value(value)} is no number above 0 and below {MAX_THETA:g}"
+            raise ModelError(where, why=why, fix=_FIX)
 
 
 def _check_relations(config: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> None:

@@ -86,7 +86,7 @@ def test_the_unfused_attention_is_said():
         (FLASH, ("NVTE_UNFUSED_ATTN",), {}, None),
         (H100, ("NVTE_FUSED_ATTN",), {}, None),
         (Gpu(), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
-        (Gpu(), ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"), {"cp": 2}, "GPU with NVTE_FLASH_ATTN=0 with NVTE_FUSED_ATTN=0"),
+        (Gpu(), ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"), {"cp": 2}, "GPU with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"),
         (dataclasses.replace(H100, newer_flash_attn=(3,)), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
         (
             dataclasses.replace(A100, newer_flash_attn=(3, 4)),

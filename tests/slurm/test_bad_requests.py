@@ -51,7 +51,7 @@ CASES = {
     "a name of no variable": (("slurm.env", "no name of a variable"), render(*CPU, "--env", "A-B=1")),
     "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
     "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
-    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "or mrl writes it"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
+    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "is an option that mrl writes"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
     "two in a line, one of ours": (("slurm.sbatch", "--signal of the line"), render(*CPU, "--sbatch", "--exclusive --signal USR2@5")),
     "a rendezvous of another launcher": (('slurm.rendezvous: value "c10d"', "--launcher torchrun"), render(*CPU, "--launcher", "srun", "--rendezvous", "c10d")),
     "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),

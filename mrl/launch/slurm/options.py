@@ -179,22 +179,25 @@ OURS = (*SAME_NAMES, "job-name", "ntasks-per-node", "signal", "requeue", "no-req
 
 
 def _check_repeated(line: str) -> None:
-    """Raises ConfigError for an option that mrl writes. Slurm would take the later one, unlike the checks."""
+    """Raises ConfigError for a short option, and for one that mrl writes: Slurm would take the later one."""
     for option in re.findall(r"(?:^|\s)(--[\w-]+|-\w)", line):
-        if option.removeprefix("--") in OURS or not option.startswith("--"):
-            why = f"{option} of the line {show(line)} is short, or mrl writes it"
-            raise ConfigError("slurm.sbatch", why=why, fix="give the option of mrl slurm for it, or a long one")
+        if not option.startswith("--"):
+            why = f"{option} of the line {show(line)} is a short option"
+            raise ConfigError("slurm.sbatch", why=why, fix="write its long name")
+        if option.removeprefix("--") in OURS:
+            why = f"{option} of the line {show(line)} is an option that mrl writes"
+            raise ConfigError("slurm.sbatch", why=why, fix="give the option of mrl slurm for it")
 
 
 def _check_text(section: Any, path: str) -> None:
-    """Refuses line breaks, because they would end an #SBATCH line. Refuses empty values, without meaning for Slurm."""
+    """Refuses line breaks: they would end an #SBATCH line. Refuses empty values: they mean nothing to Slurm."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         several = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
         for text in several:
             empty = isinstance(text, str) and not text.strip() and not isinstance(value, dict)
             if isinstance(text, str) and ("\n" in text or "\0" in text or empty):
-                what = "is empty" if empty else "has a line break"
+                what = "is empty" if empty else "has a line break or NUL"
                 raise ConfigError(f"{path}.{field.name}", text, what, "give one line of text, or leave it out")
 
 
