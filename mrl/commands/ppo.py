@@ -225,7 +225,8 @@ class PPO(TrainingCommand[PPOConfig]):
         found, keys = [], config.algorithm.distill
         distill = None if keys is None else Distill(keys.loss, keys.resolved_beta, keys.top_k, rollout.temperature)
         if rollout.samples_itself:
-            limits: dict[str, Any] = {"cache_tokens": rollout.cache_limit, "prefill_tokens": rollout.prefill_tokens}
+            same = ("prefill_tokens", "temperature", "top_k", "top_p", "min_p")
+            limits = {"cache_tokens": rollout.cache_limit} | {name: getattr(rollout, name) for name in same}
             name, of = ("sampling on other ranks", SAMPLING_RANKS) if rollout.ranks else ("sampling", "actor")
             found.append(Phase(name, of, "sample", size, **limits))
         elif rollout.vllm_inside:

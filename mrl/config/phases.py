@@ -34,6 +34,10 @@ class Phase:
     engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
     handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
     prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
+    temperature: float = 1.0  # of sampling by the role itself, with the next three
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     distill: Distill | None = None  # where it learns distributions of next tokens, or tells them in a forward pass
 
 

@@ -119,11 +119,6 @@ def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
     return out
 
 
-def noise_bytes(rows: int, columns: int) -> int:
-    """Returns the most bytes of `gumbel` on a GPU: the noise, and temporaries of a chunk."""
-    return 4 * rows * columns + 16 * min(rows * (columns // 2 + 1), max(_NOISE_WORDS, columns // 2 + 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
     """Holds the sampling parameters of a batch: tensors [S] on the device of the logits, None if no row has the

@@ -7,14 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.phases import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
+from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_ids import DistillIds
-from mrl.engine.sampling import noise_bytes
+from mrl.engine.peak_bytes import PeakBytes
+from mrl.engine.sampling import SamplingParams, SamplingRows, choose_among
 from mrl.errors import ConfigError, quoted
+from mrl.kernels import operators
 from mrl.mcore_models import userbuffers
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
@@ -69,6 +74,7 @@ class RolePlan:
     gathered: int = 0  # bytes of weights that backend fsdp keeps gathered over a mini-batch
     graph_pool: int = 0  # bytes that graphs of training keep, whatever runs
     first_rank: int = 0  # of the run's ranks, the first that has the role
+    kernels: bool = False  # whether mrl's own choose tokens
 
     @property
     def stages(self) -> tuple[RankFigures, ...]:
@@ -118,7 +124,9 @@ def plan_role(
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
     # graphs refuse pp above 1 (mcore_models/graph_limits.py)
     pool = _graph_pool(trained[0], config, spec) if trained and config.engine.cuda_graphs else 0
-    return RolePlan(role, model, given, dims, trained, only_forward, spec, sampling, graph_pool=pool)
+    return RolePlan(
+        role, model, given, dims, trained, only_forward, spec, sampling, graph_pool=pool, kernels=gpu.kernels
+    )
 
 
 def _graph_pool(stage: RankFigures, config: RoleConfig, spec: str) -> int:
@@ -307,15 +315,24 @@ def most_activations(
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
     """Returns the most bytes at once if the role samples itself; None for a part without planned passes.
 
-    Prompts go through its layers. Then every running sequence has logits in fp32, and noise for them.
+    Prompts go through its layers. Then the next token of every running sequence is chosen.
     """
     if not plan.sampling:
         return None
-    last = stage == plan.dims.pp - 1
-    rows = _rows(phase, plan) if last else 0
-    columns = math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
-    logits = 4 * rows * columns + noise_bytes(rows, columns)
-    return max(chunk.forward_peak + chunk.shared for chunk in plan.sampling[stage].chunks) + logits
+    layers = max(chunk.forward_peak + chunk.shared for chunk in plan.sampling[stage].chunks)
+    return layers + (_choice_bytes(phase, plan) if stage == plan.dims.pp - 1 else 0)
+
+
+def _choice_bytes(phase: Phase, plan: RolePlan) -> int:
+    """Returns the most bytes of logits and of a choice among them: the engine's own code chooses without memory."""
+    rows, meta_device = _rows(phase, plan), torch.device("meta")
+    columns = math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp)
+    params = SamplingParams(phase.temperature, phase.top_k, phase.top_p, phase.min_p)
+    chosen_by = SamplingRows.of([params] * rows, [0] * rows, meta_device)
+    with operators.planned(plan.kernels), PeakBytes() as found:
+        logits = torch.empty(rows, columns, dtype=DTYPES[plan.config.model.dtype], device=meta_device)
+        choose_among(logits, chosen_by, VocabShard(columns), chosen_by.candidates)
+    return found.peak
 
 
 def _model_bytes(config: RoleConfig) -> int:

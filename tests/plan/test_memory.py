@@ -122,15 +122,26 @@ def test_an_engine_inside_the_trainer_takes_its_weights_then_its_share(tmp_path)
     assert [(use.parameters, use.cache) for use in found] == [(2007, 2 * 8_190_735_360 // 2), (0, 4000)]
 
 
-def test_a_role_that_samples_has_prompts_in_its_layers_then_logits(tmp_path):
+@pytest.mark.parametrize(
+    ("kernels", "filters", "bytes_"),
+    [
+        (False, {}, 2 + 4 + 4 + 8),  # logits in bfloat16 and in fp32, noise, and words that become noise
+        (True, {}, 2),  # the kernel reads them in place
+        (True, {"top_k": 20}, 2 + 4),
+        (True, {"top_p": 0.9}, 2 + 4 + 4 + 1),  # probabilities, and which of them count
+    ],
+)
+def test_a_role_that_samples_has_prompts_in_its_layers_then_a_choice(tmp_path, kernels, filters, bytes_):
     path = str(models.write("Qwen/Qwen3-8B", tmp_path))
     config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16"))
     plan = role(config)
-    plan = dataclasses.replace(plan, sampling=(dataclasses.replace(plan.forward[0], chunks=(CHUNK, CHUNK)),) * 2)
-    sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=0, prefill_tokens=8)
+    stages = (dataclasses.replace(plan.forward[0], chunks=(CHUNK, CHUNK)),) * 2
+    plan = dataclasses.replace(plan, sampling=stages, kernels=kernels)
+    sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=0, prefill_tokens=8, **filters)
     found = memory_uses(Phases((sampling,)), {"actor": plan}, 8, 0)
-    per_sequence = 151936 * (4 + 12) + 16  # logits; noise
-    assert [use.activations for use in found] == [15, 15 + 17 * per_sequence]  # 33 sequences on dp 2
+    assert found[0].activations == 15
+    # 33 sequences on dp 2. A candidate of a filter has 8 bytes of id and some fp32 numbers, a sequence has some numbers
+    assert found[1].activations - 15 == pytest.approx(17 * 151936 * bytes_, rel=0.02, abs=2**20)
     [unknown, _] = memory_uses(Phases((sampling,)), {"actor": role(config)}, 8, 0)
     assert unknown.activations is None
 
