@@ -53,12 +53,13 @@ PACKAGES: Sequence[OptionalPackage] = (
 )  # fmt: skip
 
 INSTALL = (
-    "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20.2,<2.21' (docs/gpu.md), or NVIDIA's image"
+    "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20.2,<2.21' (docs/gpu-install.md), "
+    "or NVIDIA's image"
 )
 MEGATRON_PACKAGES = ("flash_attn", "deep_ep")
 """Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
 
-BROKEN = "reinstall it, built for this torch and CUDA (docs/gpu.md), or uninstall it"
+BROKEN = "reinstall it, built for this torch and CUDA (docs/gpu-install.md), or uninstall it"
 
 
 def section(imported: Mapping[str, ImportResult], *, gpu: bool) -> Iterator[Finding]:

@@ -105,7 +105,7 @@ def _seen(found: NvidiaSmi, torch: Mapping[str, Any], environment: Mapping[str, 
     if seen:
         return note("gpu.seen", what)  # by choice, or instances of MIG
     if torch["cuda"] is None:
-        fix = "pip uninstall torch, and install it from PyPI or NVIDIA (docs/gpu.md)"
+        fix = "pip uninstall torch, and install it from PyPI or NVIDIA (docs/gpu-install.md)"
         return fault("gpu.seen", "torch is built without CUDA: models compute on the CPU", fix)
     if chosen is not None:
         return warning("gpu.seen", what, "unset it to compute on them")

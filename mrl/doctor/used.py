@@ -61,7 +61,7 @@ def _specs(rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         name = "used.spec" if number == 1 else f"used.spec.{number}"
         models = ", ".join(dict.fromkeys(row["model"] for row in of))
         if spec == "refused":
-            fix = "install transformer-engine as docs/gpu.md says, or set engine.layer_spec=local"
+            fix = "install transformer-engine as docs/gpu-install.md says, or set engine.layer_spec=local"
             yield fault(name, f"a run stops for {models}: {why}", fix, rows=of)
             continue
         what = f"layers: {spec} for {models} ({why})"

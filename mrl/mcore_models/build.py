@@ -176,10 +176,13 @@ def _fusions(
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, "leave out one of them")
     if given.get("gradient_accumulation_fusion") and not te and not tensor_parallel_layers._grad_accum_fusion_available:
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
-        fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
+        fix = "install NVIDIA's apex as docs/gpu-install.md says, set engine.layer_spec to te, or leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
     if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        why, fix = "needs DeepEP, which is not installed (docs/gpu.md)", "leave it out: experts go by all-to-all"
+        why, fix = (
+            "needs DeepEP, which is not installed (docs/gpu-install.md)",
+            "leave it out: experts go by all-to-all",
+        )
         raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu

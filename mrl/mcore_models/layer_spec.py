@@ -168,7 +168,7 @@ def _chosen(
     absent = platform.without_transformer_engine()
     if platform.is_broken_package(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
-        raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
+        raise ConfigError(KEY, wanted, why, "install it as docs/gpu-install.md says, or set local")
     if wanted == "te":
         slow, refusal = te_warning(fields, dims, gpu, dtype=dtype), te_refusal(fields, dims, gpu, dtype=dtype)
         return _as_wanted(absent, refusal, slow, elsewhere=elsewhere)
@@ -224,6 +224,6 @@ def notes(spec: LayerSpec) -> list[str]:
     if platform.is_broken_package(fault):
         lines.append(
             f"engine: apex is installed and not used, as it is not NVIDIA's or does not load ({fault}); uninstall it, "
-            "or build NVIDIA's (docs/gpu.md)"
+            "or build NVIDIA's (docs/gpu-install.md)"
         )
     return lines

@@ -1,4 +1,4 @@
-"""vLLM's engine inside the trainer's processes, on the devices that train (docs/rollout-servers.md).
+"""vLLM's engine inside the trainer's processes, on the devices that train (docs/vllm-inside.md).
 
 Every process runs vLLM's executor `external_launcher`, as verl and TRL do. `rollout.server.tp` consecutive processes
 make one engine, and its parts run the same requests in step. Each engine samples its share of the requests. vLLM finds
@@ -97,7 +97,7 @@ class VLLMSampler(Sampler):
             except Exception as error:
                 raise ServerError(
                     f"rollout.backend: vLLM inside the trainer does not start on rank {self._ranks.rank} "
-                    f"({last_words(error)}); see docs/rollout-servers.md for what it needs"
+                    f"({last_words(error)}); see docs/vllm-inside.md for what it needs"
                 ) from error
         self.sleep()
 

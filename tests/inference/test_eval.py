@@ -251,9 +251,9 @@ def test_a_difference_is_of_the_first_less_the_second():
 
 
 def test_a_comparison_is_printed_as_the_docs_have_it():
-    """The sample in docs/generate.md was printed by the command above it. Its values again, from its counts: which prompts
+    """The sample in docs/eval.md was printed by the command above it. Its values again, from its counts: which prompts
     either model was right on, and all that follows from them."""
-    sample = (REPO / "docs/generate.md").read_text().partition("    $ mrl eval runs/arithmetic-grpo ")[2]
+    sample = (REPO / "docs/eval.md").read_text().partition("    $ mrl eval runs/arithmetic-grpo ")[2]
     lines = [line.removeprefix("    ") for line in sample.partition("\n\n")[0].splitlines()[1:]]
     first_right, second_right, only_first, only_second = 840, 472, 391, 23
     both = first_right - only_first

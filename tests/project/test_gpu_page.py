@@ -1,4 +1,4 @@
-"""Dockerfile, setup.py, constraints and docs/gpu.md name the same versions, and the Dockerfile's filter keeps the image's torch.
+"""Dockerfile, setup.py, constraints and pages on GPUs name the same versions, and the Dockerfile's filter keeps the image's torch.
 
 No image is pulled: what `pip list` prints in one is put in its place.
 """
@@ -22,8 +22,9 @@ from mrl.mcore_models.te_limits import GENERATIONS, AttentionShape, Gpu, kernels
 from mrl.mcore_models.versions import NOT_INSTALLED
 
 ROOT = Path(__file__).parents[2]
-SETUP, DOCKERFILE, PAGE = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("setup.py", "Dockerfile", "docs/gpu.md")
+SETUP, DOCKERFILE, INSTALL, PAGE = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("setup.py", "Dockerfile", "docs/gpu-install.md", "docs/gpu.md")
 )
 IN_THE_IMAGE = """\
 apex==0.1
@@ -77,13 +78,13 @@ def constrained(tmp_path) -> Path:
 
 def test_the_page_names_what_is_installed():
     extra = requirement("transformer-engine")
-    [engine] = set(re.findall(r"transformer_engine(?:_cu13|_torch)? (\d[\d.]*\d)", PAGE))
-    assert f"`{extra}`" in PAGE and Requirement(extra).specifier.contains(engine)
+    [engine] = set(re.findall(r"transformer_engine(?:_cu13|_torch)? (\d[\d.]*\d)", INSTALL))
+    assert f"`{extra}`" in INSTALL and Requirement(extra).specifier.contains(engine)
     for python in ("3.11", "3.12"):
-        assert f"torch {pinned(python)['torch']}" in PAGE and f"`constraints-{python}.txt`" in PAGE
-        assert pinned(python)["megatron-core"] in PAGE
+        assert f"torch {pinned(python)['torch']}" in INSTALL and f"`constraints-{python}.txt`" in INSTALL
+        assert pinned(python)["megatron-core"] in INSTALL
         assert pinned(python)["transformer-engine"] == engine
-    assert f"megatron-core {pinned('3.12')['megatron-core']} (`constraints-3.12.txt`)" in " ".join(PAGE.split())
+    assert f"megatron-core {pinned('3.12')['megatron-core']} (`constraints-3.12.txt`)" in " ".join(INSTALL.split())
 
 
 def test_the_page_has_the_kernels_of_each_generation():
@@ -107,15 +108,15 @@ def test_the_page_has_the_kernels_of_each_generation():
 
 def test_the_image_is_one_of_the_page_and_its_torch_is_taken():
     [image] = re.findall(r"^ARG IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
-    [torch] = re.findall(rf"^\| {image.split(':')[1]} \| (\S+) \|", PAGE, re.MULTILINE)
+    [torch] = re.findall(rf"^\| {image.split(':')[1]} \| (\S+) \|", INSTALL, re.MULTILINE)
     asked = Requirement(requirement("torch")).specifier
-    assert image in PAGE and asked.contains(torch, prereleases=True) and torch.startswith(pinned("3.12")["torch"])
+    assert image in INSTALL and asked.contains(torch, prereleases=True) and torch.startswith(pinned("3.12")["torch"])
     assert asked.contains(pinned("3.12")["torch"]) and not asked.contains("2.12.1")
 
 
 def test_pages_name_the_interpreter_of_the_image():
     [venv] = re.findall(r"-m venv .*?(/\S+)", steps()[0])
-    for page in (PAGE, (ROOT / "docs/slurm.md").read_text(encoding="utf-8")):
+    for page in (INSTALL, (ROOT / "docs/slurm.md").read_text(encoding="utf-8")):
         assert f"--python {venv}/bin/python3" in page
     assert f"PATH={venv}/bin:$PATH" in DOCKERFILE
 

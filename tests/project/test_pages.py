@@ -18,6 +18,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/gsm8k/README.md")]
 FIRST_SCREEN = 25  # lines
 HOW_TO = [page for page in PAGES if page.parent.name == "docs"]  # others are evidence, and for developers
+TABLES = {"config.md", "coming-from.md", "metrics.md", "gpu-keys.md", "terms.md"}  # one looks up a key or a word there
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -49,6 +50,11 @@ def test_the_first_screen_has_something_to_use(page):
     """A command, a config, a piece of code or a table, in reach of one who reads no further."""
     first = page.read_text(encoding="utf-8").splitlines()[:FIRST_SCREEN]
     assert any(re.match(r"    \S|```|\|", line) for line in first)
+
+
+def test_a_page_that_says_how_is_short():
+    lines = {page.name: page.read_text(encoding="utf-8").count("\n") for page in HOW_TO}
+    assert not {name: count for name, count in lines.items() if count > 150 and name not in TABLES}
 
 
 def test_files_that_pages_name_are_there():
