@@ -6,6 +6,7 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import io
 import json
@@ -72,11 +73,14 @@ class _Main(click.Group):
         try:
             try:
                 return super().invoke(ctx)
-            except PermissionError as error:
-                if error.filename is None:
-                    raise
-                fix = "give it the right"
-                raise UserError(str(error.filename), why="may not be read or written by this user", fix=fix) from error
+            except OSError as error:
+                if isinstance(error, PermissionError) and error.filename is not None:
+                    why, fix = "may not be read or written by this user", "give it the right"
+                    raise UserError(str(error.filename), why=why, fix=fix) from error
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    what = str(error.filename or "the output")
+                    raise UserError(what, why=f"cannot be written ({error.strerror})", fix="free some room") from error
+                raise
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:

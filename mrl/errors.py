@@ -17,6 +17,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks."""
+
 MAX_LINE = 400
 """Characters of the message of an error about keys, rows or a model: values that users write may be of any length."""
 

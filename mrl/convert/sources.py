@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
-from mrl.errors import CheckpointError, ModelError, quoted
+from mrl.errors import CheckpointError, ModelError, UserError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
 from mrl.weights.companions import companion_files
@@ -37,6 +38,9 @@ from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader
 from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, read_header_text
 from mrl.weights.table import Family
+
+_READING_ERRORS = (OSError, RuntimeError, UserError)
+"""Errors of reading a checkpoint whose files a run removes."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,13 +108,18 @@ class Source:
     def __enter__(self) -> "Source":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, _READING_ERRORS) and not self.place.exists():
+            raise _removed(self.place) from error
 
 
 def open_hf(path: str | Path) -> Source:
     """Opens the Hugging Face folder or hub id `path`, and accounts for every tensor of it."""
     folder = local_folder(path)
+    if (folder / MARKER).is_file():
+        fix = "name it in model.path to start from it, or see `mrl convert export`"
+        raise ModelError(folder, why="is a checkpoint already", fix=fix)
     hf_config = read_hf_config(folder)
     family = as_stored_in(folder, family_for(hf_config))
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
@@ -162,11 +171,13 @@ def checkpoint_folder(path: str | Path) -> Path:
     if (path / MARKER).is_file():
         return path
     root = str(path / "checkpoints") if (path / "checkpoints").is_dir() else str(path)
-    checkpoint = atomic_checkpoint.find_checkpoint(root)
+    checkpoint, damaged = atomic_checkpoint.find_checkpoint(root), atomic_checkpoint.damage(root)
     if checkpoint is None:
-        why = "; ".join(["holds no whole checkpoint of mrl", *atomic_checkpoint.damage(root)])
+        why = "; ".join(["holds no whole checkpoint of mrl", *damaged])
         fix = f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         raise CheckpointError(path, why=why, fix=fix)
+    for line in damaged:
+        print(f"passed over {line}", file=sys.stderr)
     return Path(checkpoint)
 
 
@@ -246,9 +257,22 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     role: whose weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
-    source = _open(folder, atomic_checkpoint.validate(str(folder)), model, role)
+    try:
+        source = _open(folder, atomic_checkpoint.validate(str(folder)), model, role)
+    except _READING_ERRORS as error:
+        if folder.exists():
+            raise
+        if folder == Path(path):
+            raise _removed(folder) from error
+        return open_checkpoint(path, model=model, role=role)  # its run has a newer one
     source.checkpoint = folder
     return source
+
+
+def _removed(folder: Path) -> CheckpointError:
+    """Returns the error on a checkpoint that was there before it was read."""
+    why = "was removed while it was read: a run keeps its newest checkpoints (checkpoint.keep)"
+    return CheckpointError(folder, why=why, fix="give the run or a newer one, or raise checkpoint.keep")
 
 
 def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:

@@ -8,9 +8,11 @@ modification time, so a changed source gets a new copy. A source that changes un
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -25,7 +27,9 @@ import pyarrow
 import pyarrow.parquet
 from filelock import FileLock
 
-from mrl.errors import DataError
+from mrl.errors import NO_LOCKS, DataError
+
+logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
@@ -73,7 +77,7 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
     unfinished = Path(f"{target}.{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock", fallback_to_soft=False):
+        with _lock_where_there_are_locks(f"{target}.lock"):
             if not target.exists():
                 try:
                     write(path, str(unfinished))
@@ -91,6 +95,22 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
             fix="if the file is damaged or cut off, write it again; else set HF_DATASETS_CACHE to another folder",
         ) from e
     return str(target)
+
+
+@contextlib.contextmanager
+def _lock_where_there_are_locks(path: str) -> Iterator[None]:
+    """Holds a lock. Without locks in the file system, processes that come at once each write a copy."""
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning("no lock in %s (%s): each process may convert the data for itself", Path(path).parent, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _decompress(path: str, target: str) -> None:

@@ -16,7 +16,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError
-from mrl.inference.places import weights_of
+from mrl.inference.places import renew, weights_of
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts
@@ -77,6 +77,7 @@ def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) ->
         )  # fmt: skip
         ends.callback(rollouts.close)
         console.doing("reading the weights")
+        place = dispatch.on_main(lambda: renew(place))
         _init(actor, place)
         ends.enter_context(SyncedSampler(sampler, dispatch)(0))
         yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts, place)

@@ -28,14 +28,17 @@ def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[di
         return
     with _refused(path):  # the folder may have gone since `check_writable`
         opened = open(os.path.expanduser(path), "w", encoding="utf-8")  # noqa: SIM115
-    with opened as file:
 
-        def write(row: dict[str, Any]) -> None:
-            with _refused(path):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()
+    def write(row: dict[str, Any]) -> None:
+        with _refused(path):
+            opened.write(json.dumps(row, ensure_ascii=False) + "\n")
+            opened.flush()
 
+    try:
         yield write
+    finally:
+        with _refused(path):  # it writes what a full disk did not take
+            opened.close()
 
 
 def write_whole(result: dict[str, Any], path: str) -> None:

@@ -95,6 +95,13 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
         )
 
 
+def renew(place: PlaceConfig) -> PlaceConfig:
+    """Returns `place`, or that of the run's newest checkpoint if the run has removed the one of `place` since."""
+    if place.source is None or os.path.exists(place.source):
+        return place
+    return _of_source(place.given, Path(os.path.expanduser(place.given)), "MODEL")
+
+
 def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
     """Returns the choice of model.dtype nearest to the dtype of a stored model."""
     return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"

@@ -34,6 +34,9 @@ from mrl.weights import adapter_folder
 from mrl.weights.adapter_folder import is_adapter
 from mrl.weights.json_file import read_json
 
+MAX_PROCESSES = 1024
+"""Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
+
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
 
@@ -235,6 +238,9 @@ def quiet() -> Iterator[None]:
 
 def choose_nproc(asked: int | None, *, gpus: int, needed: int) -> int:
     """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout."""
+    if asked is None and not gpus and needed > MAX_PROCESSES:
+        why = f"the layout needs {needed} processes, and at most {MAX_PROCESSES} are started on one machine"
+        raise ConfigError("engine.parallel", why=why, fix="give smaller degrees, or start it with torchrun or srun")
     if asked is None:
         return gpus or needed
     if gpus and asked > gpus:
@@ -373,10 +379,22 @@ def _check_output_dir(output_dir: str) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigError("output_dir", quoted(output_dir), "is a file", "give a folder")
+        if (held := _of_model(folder)) is not None:
+            why = f"is the folder of a model (it holds {held}), whose files a run would be mixed with"
+            raise ConfigError("output_dir", quoted(output_dir), why, "give a folder of its own, as in runs/demo")
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
     except OSError as error:
         raise unwritable(output_dir, existing, error) from None
+
+
+def _of_model(folder: pathlib.Path) -> str | None:
+    """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or GGUF."""
+    with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
+        if "model_type" in read_json(folder / "config.json"):
+            return "config.json"
+    found = [path for name in (adapter_folder.CONFIG, "*.safetensors", "*.gguf") for path in folder.glob(name)]
+    return found[0].name if found else None
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

@@ -97,8 +97,8 @@ def notes(command: TrainingCommand[Any], config: Any) -> list[str]:
             for rows in sets:
                 rows.read_first()
             command.check_rows(config, [row for rows in sets for row in rows.first_rows()])
-        except ModelError:  # a folder may have its tokenizer when the run starts
-            return []
+        except ModelError as error:  # a folder may have its tokenizer when the run starts
+            return [f"no row was read: {error}"]
     return found
 
 

@@ -113,9 +113,10 @@ def warnings_in(path: pathlib.Path) -> Iterator[None]:
     def write(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as log:
-            log.write(warnings.formatwarning(message, category, filename, lineno, line))
+        with contextlib.suppress(OSError):  # the run itself meets a full disk, and says so
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(warnings.formatwarning(message, category, filename, lineno, line))
 
     with warnings.catch_warnings():
         warnings.showwarning = write

@@ -21,6 +21,7 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
+from mrl.engine import collective
 from mrl.errors import CheckpointError, unwritable
 from mrl.trainers.common import stop_error
 from mrl.trainers.trainer import Trainer
@@ -105,8 +106,9 @@ class RowCache:
         """Whether `read` left out a file: made by something else, or damaged."""
         return bool(self._unread)
 
-    def read(self, names: Sequence[str]) -> None:
-        """Reads those of the files that were made by the same."""
+    def read(self, names: Sequence[str]) -> list[str]:
+        """Reads those of the files that were made by the same, and returns their names."""
+        read = []
         self.files, self.places, self._unread = [], {}, []
         self._added.clear()
         for path in (self.folder / name for name in names):
@@ -114,10 +116,12 @@ class RowCache:
             if saved is None:
                 self._unread.append(path)
                 continue
+            read.append(path.name)
             ends = saved["counts"].cumsum(0).tolist()
             for name, *place in zip(saved["names"].numpy(), [0, *ends[:-1]], ends, strict=True):
                 self.places[name.tobytes()] = len(self.files), slice(*place)
             self.files.append({field: saved[field] for field in self.fields})
+        return read
 
     def add(self, batch: Batch, said: Said) -> None:
         """Adds what is said of unknown rows, and writes it if that is due. What is known stays, to the bit."""
@@ -189,9 +193,15 @@ def fill(
     """
     dispatch, console = trainer.dispatch, trainer.console
 
-    def read() -> None:
-        """Reads the same files on every rank: a node may not see yet what another one wrote."""
-        cache.read(dispatch.on_main(lambda: sorted(path.name for path in cache.folder.glob("log_probs*.pt"))))
+    def read() -> list[str]:
+        """Reads the same files on every rank, since a node may not see yet what another one wrote. Returns those that
+        the main process alone can read."""
+        names = dispatch.on_main(lambda: sorted(path.name for path in cache.folder.glob("log_probs*.pt")))
+        of_ranks = collective.all_ranks().gather(cache.read(names))
+        common = set(of_ranks[0]).intersection(*of_ranks)
+        if any(len(of_rank) > len(common) for of_rank in of_ranks):
+            cache.read(sorted(common))
+        return [name for name in of_ranks[0] if name not in common]
 
     read()
     missing = cache.lacks(batches)
@@ -215,4 +225,6 @@ def fill(
     dispatch.on_main(cache.write)
     dispatch.engines.pop(name, None)
     console.say(f"{name}: its log-probs of {cache.count:,} rows are written to {cache.folder}")
-    read()
+    if unseen := read():
+        fix = "give an output_dir that all nodes see, or start the same command again"
+        raise CheckpointError(cache.folder / unseen[0], why="cannot be read on every rank", fix=fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 import os
 import pathlib
@@ -10,7 +10,7 @@ import socket
 
 from filelock import FileLock, Timeout
 
-from mrl.errors import ConfigError, quoted, unwritable
+from mrl.errors import NO_LOCKS, ConfigError, quoted, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,6 @@ WAIT_S = 10.0
 """The processes of a run that was just killed may take seconds to be gone, and hold the lock for so long."""
 
 POLL_S = 0.1
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems that have no locks."""
 
 
 def refuse_if_in_use(output_dir: pathlib.Path) -> None:
@@ -67,7 +65,8 @@ class RunLock:
     def release(self) -> None:
         """Gives the lock back, if it is held here, and leaves nothing behind."""
         if self._lock.is_locked:
-            (self.output_dir / NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # nobody needs the file
+                (self.output_dir / NAME).unlink()
             self._lock.release()
 
     def _holder(self) -> str:

@@ -1,7 +1,10 @@
 """Reading rows by index: every kind of file and folder gives the same rows, in bounded memory, never stale."""
 
+import errno
+import fcntl
 import gzip
 import json
+import logging
 import os
 import tracemalloc
 
@@ -219,6 +222,20 @@ def test_a_copy_is_made_once(tmp_path, monkeypatch):
     read(path)
     monkeypatch.setattr(mrl.data.files, "_decompress", lambda *_: pytest.fail("decompressed again"))
     assert read(path)[0] == ROWS
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_cache_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, caplog, number):
+    """And no file stands for a lock there: it would outlive a process that is killed."""
+
+    def unsupported(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    path, _ = write(tmp_path, "jsonl.gz")
+    with caplog.at_level(logging.WARNING):
+        assert read(path)[0] == ROWS
+    assert "no lock in" in caplog.text and os.strerror(number) in caplog.text
 
 
 def test_a_file_that_changes_under_its_index_is_an_error(tmp_path):

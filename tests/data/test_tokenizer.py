@@ -55,6 +55,21 @@ def test_a_hub_id_that_does_not_load(monkeypatch):
         load_tokenizer("org/model")
 
 
-def test_a_template_that_is_not_there(folder, tmp_path):
-    with pytest.raises(DataError, match="data.chat_template: .*t.jinja: cannot be read .*give a file with a Jinja"):
-        load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (None, "cannot be read .*give a file with a Jinja template"),
+        (" \n", "is empty; give a file with a Jinja template"),
+        (
+            "{% for m in messages %}",
+            r"the chat template: is not valid Jinja \(line 1: .*name another in data.chat_template",
+        ),
+    ],
+)
+def test_a_template_that_is_none(folder, tmp_path, text, says):
+    """Whatever data.on_bad_row is: no row is at fault."""
+    path = tmp_path / "t.jinja"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=says):
+        load_tokenizer(str(folder), chat_template=str(path))

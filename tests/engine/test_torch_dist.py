@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import types
 from unittest import mock
 
 import pytest
@@ -114,12 +115,37 @@ def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):
     one = write(tmp_path / "__0_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
     with pytest.raises(CheckpointError, match="w has 24 entries and its parts have 12"):
         write_index(tmp_path, [one])
-    again = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
-    with pytest.raises(CheckpointError, match="w has two parts at one place"):
-        write_index(tmp_path, [one, again])
-    beyond = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (4, 0), torch.zeros(3, 4))])
-    with pytest.raises(CheckpointError, match="reaches beyond its shape"):
-        write_index(tmp_path, [one, beyond])
+    for at, says in (
+        (0, "w has parts that lie over one another"), (2, "w has parts that lie over one another"),
+        (4, "not inside its shape"), (-1, "not inside its shape"),
+    ):  # fmt: skip
+        other = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (at, 0), torch.zeros(3, 4))])
+        with pytest.raises(CheckpointError, match=says):
+            write_index(tmp_path, [one, other])
+
+
+def test_a_part_is_in_a_file_of_the_folder_and_stored_as_it_is(tmp_path):
+    place = types.SimpleNamespace(relative_path="../x.distcp", offset=0, length=8)
+    stored = types.SimpleNamespace(
+        chunks=[types.SimpleNamespace(offsets=(0,), sizes=(2,))], size=(2,),
+        properties=types.SimpleNamespace(state=[torch.float32]),
+    )  # fmt: skip
+    index = types.SimpleNamespace(fqn="w", offset=(0,))
+    metadata = types.SimpleNamespace(storage_data=Entries([(index, place)]), state_dict_metadata={"w": stored})
+    write_index(tmp_path, [write(tmp_path / "__0_0.distcp", [Box("v", (2,), (0,), torch.zeros(2))])])
+    reader = TorchDistReader(tmp_path)
+    with pytest.raises(ValueError, match=r"w is said to be in '../x.distcp', which is no file of this folder"):
+        reader._take(metadata)
+    place.transform_descriptors = ["zstd"]
+    with pytest.raises(ValueError, match=r"w is stored with \['zstd'\], which is not supported"):
+        reader._take(metadata)
+
+
+class Entries(list):
+    """Pairs of a mapping whose keys need no hash."""
+
+    def items(self):
+        return self
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json"])

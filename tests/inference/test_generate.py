@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.data.prompts import Prompt
+from mrl.errors import ConfigError
 from mrl.inference.generate import row_of
+from mrl.inference.output import writing
 from mrl.rollout.base import Trajectory
 from tests.data.tiny_tokenizers import WITH_TOOLS, make_tokenizer, write_jsonl
 from tests.engine import tiny
@@ -345,3 +350,17 @@ def test_is_refused_before_ranks_start(folder, files, name):
 def test_is_refused_in_one_line(folder, files, name):
     arguments, says = REFUSED_BY_RANKS[name]
     assert says in line_of(mrl("generate", folder("qwen3"), *arguments, cwd=files))
+
+
+def test_a_full_disk_is_one_line():
+    """Of --out and of stdout: closing a file writes again what the disk did not take."""
+    main = types.SimpleNamespace(is_main=True)
+    with (
+        pytest.raises(ConfigError, match=r"^--out: .*cannot be written \(No space left on device\)"),
+        writing("/dev/full", main) as write,
+    ):
+        write({"text": "a"})
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mrl", "config", "sft"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("mrl: the output: cannot be written (No space left")

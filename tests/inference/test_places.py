@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -12,10 +13,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.schema import LoraConfig
+from mrl.convert import sources
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.errors import UserError
-from mrl.inference.places import find_model
+from mrl.convert.opening import open_any
+from mrl.errors import CheckpointError, UserError
+from mrl.inference.places import find_model, renew
 from tests.convert.test_composite import make
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -92,6 +95,38 @@ def test_a_damaged_checkpoint_answers_nothing(run, tmp_path):
     flip(shard(folder))
     done = mrl("generate", folder, *ASK)
     assert (done.code, done.out) == (2, "") and "has changed; use another checkpoint" in done.err, done
+
+
+def test_a_run_that_removes_its_checkpoint_meanwhile(run, tmp_path, monkeypatch):
+    """As `checkpoint.keep` does while it trains: what is not yet read is the newest then, what is read is one line."""
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    steps = [tmp_path / "run" / "checkpoints" / f"step_0000000{step}" for step in (1, 2, 3)]
+    shutil.copytree(steps[0], steps[2])  # the newest by its name alone: a copy has the serial number of step 1
+    place = find_model(str(tmp_path / "run"))
+    assert place.source == str(steps[1]) and renew(place) is place
+    resolve = sources.checkpoint_folder
+
+    def resolve_and_remove(path):
+        folder = resolve(path)
+        shutil.rmtree(steps[1], ignore_errors=True)
+        return folder
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sources, "checkpoint_folder", resolve_and_remove)
+        found = renew(find_model(str(tmp_path / "run")))
+    assert found.source == renew(place).source == str(steps[2]) and "step 1" in found.what
+    removed = pytest.raises(CheckpointError, match="step_00000003: was removed while it was read; .*checkpoint.keep")
+    with removed, open_any(tmp_path / "run") as source:
+        shutil.rmtree(source.place)
+        raise FileNotFoundError("a file of it")
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_named(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000002"
+    os.truncate(shard(newest), 100)
+    done = mrl("generate", tmp_path / "run", *ASK)
+    assert done.code == 0 and f"passed over {newest}: damaged: " in done.err and "step 1" in done.err
 
 
 def test_an_imported_folder(run, tmp_path):

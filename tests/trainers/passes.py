@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
+import types
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
-from mrl.trainers import dpo, teacher
+from mrl.batch import Batch, make_batch
+from mrl.engine import collective
+from mrl.errors import CheckpointError
+from mrl.trainers import caches, dpo, teacher
 from mrl.trainers.caches import RowCache
+from mrl.trainers.console import Console
 from mrl.weights import pt_file
 from tests.trainers import cases, dpo_cases
 
@@ -50,3 +57,41 @@ def train(
             stack.enter_context(mock.patch.object(pt_file._Stream, "finish", sealing))
         stack.enter_context(mock.patch.object(RowCache, "write_every_s", 0.0))
         return TRAIN[command](config), counts["asked"]
+
+
+def fill_where_a_file_is_not_seen(folder: str, at_the_end: bool) -> tuple[int, str]:
+    """Returns how often the model was asked for two known rows, and the error. The last rank sees no file at first.
+
+    at_the_end: it sees none ever, so not the new one either.
+    """
+    batches = [make_batch([[i, 1, 2]], [[0, 1, 1]]) for i in range(2)]
+    cache, asked, reads = RowCache(pathlib.Path(folder), {}, ("log_probs",), per_token=False), [], []
+    if collective.is_main():
+        for batch in batches:
+            cache.add(batch, {"log_probs": torch.zeros(1)})
+        cache.write()
+    dist.barrier()
+
+    def ask(batch: Batch) -> dict[str, torch.Tensor]:
+        dist.barrier()
+        asked.append(batch)
+        return {"log_probs": torch.ones(1)}
+
+    dispatch = types.SimpleNamespace(on_main=collective.on_main, engines={})
+    trainer: Any = types.SimpleNamespace(dispatch=dispatch, console=Console(), stop_requested=False)
+    original = caches.saved_by
+    with mock.patch.object(caches, "saved_by", lambda *of, **how: _hidden(original, reads, at_the_end, *of, **how)):
+        try:
+            caches.fill(cache, batches, lambda: ask, trainer, name="reference", what="log-probs")
+        except CheckpointError as error:
+            return len(asked), str(error)
+    found = [float(cache.of(batch)["log_probs"][0]) for batch in batches]
+    assert found == [1.0, 1.0] or found == [0.0, 0.0], found
+    return len(asked), ""
+
+
+def _hidden(read: Any, reads: list[str], always: bool, path: pathlib.Path, *of: Any, **how: Any) -> Any:
+    """Reads a file, but not the first time on the last rank."""
+    reads.append(path.name)
+    is_hidden = dist.get_rank() == dist.get_world_size() - 1 and (always or len(reads) == 1)
+    return None if is_hidden else read(path, *of, **how)

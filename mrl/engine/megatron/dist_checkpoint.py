@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -158,6 +159,8 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
             optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
     if rng is not None and rng["device_type"] == model.device.type:
         groups.set_rng_state((rng["tracker"], rng["host"], rng["device"]))
+    elif rng is not None:  # another type of device cannot read the other's states
+        torch.set_rng_state(rng["host"])
     return saved["schedule_step"], saved["state"]
 
 

@@ -127,7 +127,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and its parts."""
+    """A tensor of a checkpoint, and its parts in the order of their first entries."""
 
     dtype: torch.dtype
     shape: Shape
@@ -171,8 +171,13 @@ class TorchDistReader:
             chunks = []
             for chunk in stored.chunks:
                 info = where[key, tuple(chunk.offsets)]
+                if info.__dict__.get("transform_descriptors"):
+                    raise ValueError(f"{key} is stored with {info.transform_descriptors}, which is not supported")
+                if Path(info.relative_path).name != info.relative_path:
+                    raise ValueError(f"{key} is said to be in {info.relative_path!r}, which is no file of this folder")
                 sizes = tuple(chunk.sizes)
                 chunks.append(Chunk(tuple(chunk.offsets), sizes, info.relative_path, info.offset, info.length))
+            chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
             tensors[key] = tensor
@@ -241,15 +246,21 @@ def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 
 def _check_cover(key: str, tensor: StoredTensor) -> None:
-    """Raises ValueError unless the parts lie inside, each at a place of its own, and have all entries."""
+    """Raises ValueError unless the parts lie inside the whole, apart, and have all of its entries."""
     for chunk in tensor.chunks:
-        if any(low + size > whole for low, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
-            raise ValueError(f"{key} has a part at {chunk.offsets} that reaches beyond its shape {tensor.shape}")
-    if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
-        raise ValueError(f"{key} has two parts at one place")
+        ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+        if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
+            raise ValueError(f"{key} has a part at {chunk.offsets} that is not inside its shape {tensor.shape}")
     in_parts = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if in_parts != math.prod(tensor.shape):
         raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {in_parts}")
+    near: list[Chunk] = []  # those that may meet the next one in the first dimension
+    for chunk in tensor.chunks if tensor.shape else ():
+        near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        region = [(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(_overlap(other, region) for other in near):
+            raise ValueError(f"{key} has parts that lie over one another")
+        near.append(chunk)
 
 
 def _contiguous(shape: Shape) -> Shape:
