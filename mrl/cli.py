@@ -69,6 +69,15 @@ class _LazyCommands(Mapping[str, click.Command]):
 class _Main(click.Group):
     """Turns what a command raises into a message and an exit code."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:  # of options before the command
+            say(_of_usage(error, "mrl"))
+            sys.exit(EXIT_USER_ERROR)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             try:
@@ -84,7 +93,7 @@ class _Main(click.Group):
         except click.exceptions.NoArgsIsHelpError:
             raise
         except click.UsageError as error:
-            line = f"{error.format_message().rstrip('.')}; see {(error.ctx or ctx).command_path} --help"
+            line = _of_usage(error, ctx.command_path)
             say(line)
             ending.record(os.environ, EXIT_USER_ERROR, line)
             ctx.exit(EXIT_USER_ERROR)
@@ -101,6 +110,17 @@ class _Main(click.Group):
         except KeyboardInterrupt as interrupt:
             say(str(interrupt) or INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
+
+
+def _of_usage(error: click.UsageError, path: str) -> str:
+    """Returns the line on a mistake of the command line. path: the command, if the error knows none."""
+    ctx, line = error.ctx, error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption) and ctx is not None:
+        if isinstance(ctx.command, _Main):
+            line += "; options go after the command's name"
+        elif not error.possibilities and any(one.name == "overrides" for one in ctx.command.params):
+            line += "; a key of the config is given as KEY=VALUE"
+    return f"{line}; see {path if ctx is None else ctx.command_path} --help"
 
 
 def _broken(name: str, error: ConfigError) -> click.Command:

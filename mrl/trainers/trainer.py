@@ -326,7 +326,9 @@ class Trainer(abc.ABC):
         if progress.step == self.total_steps:
             dispatch.on_main(directory.forget_export)
         if not directory.config.exists():
-            self.console.say(f"{directory.config} is gone: if the folder was removed, its log is lost; put the file back")
+            self.console.say(
+                f"{directory.config} is gone: if the folder was removed, its log is lost; put the file back"
+            )
         self.console.doing("saving a checkpoint")
         state = {
             "progress": progress.state_dict(),

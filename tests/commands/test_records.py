@@ -122,6 +122,11 @@ def test_mrls_own_are_not_replaced(site):
             ["sft", "x", "--nproc", "two"],
             "Invalid value for '--nproc': 'two' is not a valid integer range; see mrl sft",
         ),
+        (["--nproc", "2", "sft", "x"], "No such option '--nproc'; options go after the command's name; see mrl --help"),
+        (
+            ["sft", "x", "--set", "a=1"],
+            "No such option '--set'; a key of the config is given as KEY=VALUE; see mrl sft --help",
+        ),
         (["sft", "x", "--nprocs", "2"], "No such option '--nprocs'. Did you mean '--nproc'?; see mrl sft --help"),
         (["slurm", "submi"], "No such command 'submi'. Did you mean 'submit'?; see mrl slurm --help"),
         (["nothing"], "No such command 'nothing'; see mrl --help"),
