@@ -1,7 +1,10 @@
 """The records of commands that train, and how one is found. All code that reads or starts a run reads them.
 
 A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or an entry point NAME of the group `mrl.commands` of an
-installed package (docs/commands.md). Records are found by these names alone, so lower floors import none."""
+installed package (docs/commands.md). Records are found by these names alone, so lower floors import none.
+
+Beside it stands what a record is asked for: the models of a run, the phases of a step, and parts of a dry run's words.
+"""
 
 from __future__ import annotations
 
@@ -37,53 +40,6 @@ from mrl.words import pluralize
 
 if typing.TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-
-@dataclasses.dataclass(frozen=True)
-class Distill:
-    """How a student learns a teacher's distributions of next tokens."""
-
-    loss: str
-    beta: float
-    top_k: int | None  # token ids at which both are compared; None: all of the vocabulary
-    temperature: float
-    first_temperature: float | None = None  # of each token's own label
-
-
-SAMPLING_RANKS = "sampling ranks"
-"""The role of what samples on ranks of its own, beside those that train (`rollout.ranks`)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """One role at work."""
-
-    name: str  # in words, as "update of the actor"
-    role: str
-    kind: Literal["train", "forward", "sample"]
-    sequences: int  # of the global batch that it goes through
-    steps: int = 1  # optimizer steps that they are divided over
-    cache_tokens: int = 0  # of sampling: tokens whose keys and values a replica keeps
-    engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
-    handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
-    prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
-    temperature: float = 1.0  # of sampling by the role itself, with the next three
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    distill: Distill | None = None  # where it learns distributions of next tokens, or tells them in a forward pass
-
-
-@dataclasses.dataclass(frozen=True)
-class Phases:
-    """All phases of a step, and whether roles that do not work wait on the host."""
-
-    phases: tuple[Phase, ...]
-    offload_idle: bool = True
-    entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
-    served_tokens: int = 0  # that servers sample at most, while all phases run
-    notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase
-
 
 GROUP = "mrl.commands"
 """The entry-point group of commands: `NAME = "package.module:COMMAND"`."""
@@ -148,6 +104,52 @@ class Server:
     max_length: int  # tokens of the longest sequence
     temperature: float
     urls: str  # the key that takes the servers' urls
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill:
+    """How a student learns a teacher's distributions of next tokens."""
+
+    loss: str
+    beta: float
+    top_k: int | None  # token ids at which both are compared; None: all of the vocabulary
+    temperature: float
+    first_temperature: float | None = None  # of each token's own label
+
+
+SAMPLING_RANKS = "sampling ranks"
+"""The role of what samples on ranks of its own, beside those that train (`rollout.ranks`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One role at work."""
+
+    name: str  # in words, as "update of the actor"
+    role: str
+    kind: Literal["train", "forward", "sample"]
+    sequences: int  # of the global batch that it goes through
+    steps: int = 1  # optimizer steps that they are divided over
+    cache_tokens: int = 0  # of sampling: tokens whose keys and values a replica keeps
+    engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
+    handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
+    prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
+    temperature: float = 1.0  # of sampling by the role itself, with the next three
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    distill: Distill | None = None  # where it learns distributions of next tokens, or tells them in a forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """All phases of a step, and whether roles that do not work wait on the host."""
+
+    phases: tuple[Phase, ...]
+    offload_idle: bool = True
+    entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
+    served_tokens: int = 0  # that servers sample at most, while all phases run
+    notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase
 
 
 class TrainingCommand(abc.ABC, Generic[C]):
