@@ -109,23 +109,17 @@ def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Worksp
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, **PPO))
 
 
-def test_what_the_ppo_cases_break_works(workspace: Workspace):
-    before = workspace.snapshot()
-    code, out, err = dry_run(workspace, **PPO)
-    assert (code, err) == (0, "")
-    assert "# actor: megatron dp1 on 1 process" in out
-    assert workspace.snapshot() == before
-
-
 def test_names_are_unique():
     for cases in (DRY | WARM | DRY_PPO).values():
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
 
 
-def test_what_the_cases_break_works(workspace: Workspace):
+@pytest.mark.parametrize(
+    "given, says", [({}, "# layout: dp1 on 1 process"), (PPO, "# actor: megatron dp1 on 1 process")]
+)
+def test_what_the_cases_break_works(workspace: Workspace, given, says):
     before = workspace.snapshot()
-    code, out, err = dry_run(workspace)
-    assert (code, err) == (0, "")
-    assert "# layout: dp1 on 1 process" in out
+    code, out, err = dry_run(workspace, **given)
+    assert (code, err) == (0, "") and says in out
     assert workspace.snapshot() == before
