@@ -36,7 +36,7 @@ from mrl.commands import (
     say,
 )
 from mrl.config.command import TrainingCommand, all_training, names, record
-from mrl.config.keys import walk_keys
+from mrl.config.keys import Key, walk_keys
 from mrl.errors import ConfigError, Stopped, UserError
 from mrl.launch.slurm import ending
 
@@ -144,28 +144,29 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
     if isinstance(of, Group):
         return click.Group(commands={below: _made(below, one) for below, one in of.commands.items()}, **given)
 
+    settings: dict[str, Key] = {}  # options that set keys of the config
+    if isinstance(of, TrainingCommand):
+        keys = {key.path: key for key in walk_keys(of.root)}
+        settings = {option: keys[path] for option, path in of.options.items()}
+
     def run(**words: Any) -> None:
         if isinstance(of, TrainingCommand):
             from mrl.launch.start import start
 
-            given = {key: words.pop(option.strip("-")) for option, key in of.options.items()}
-            texts = {key.path for key in walk_keys(of.root) if key.annotation is str}
-            overrides = (  # quoted: `::` is an address, and a mapping in YAML
-                f"{key}={json.dumps(value) if key in texts else value}"
-                for key, value in given.items()
-                if value is not None
-            )
-            code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
+            overrides = list(words.pop("overrides"))
+            for option, key in settings.items():
+                value = words.pop(option.strip("-"))
+                if value is not None:  # quoted: `::` is an address, and a mapping in YAML
+                    overrides.append(f"{key.path}={json.dumps(value) if key.annotation is str else value}")
+            code = start(of, overrides=tuple(overrides), **words)
         else:
             code = of.run(**words)
         if code:
             click.get_current_context().exit(code)
 
-    params: list[Argument | Option] = list(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)
-    if isinstance(of, TrainingCommand):
-        keys = {key.path: key for key in walk_keys(of.root)}
-        for option, path in of.options.items():  # options that set keys of the config
-            params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}."))
+    params = list(of.params if isinstance(of, Command) else TRAINING_ARGUMENTS)
+    for option, key in settings.items():
+        params.append(Option(names=option, metavar=option.strip("-").upper(), help=f"{key.path}: {key.help}."))
     given |= {"params": [_parameter(one) for one in params], "callback": run}
     return click.Command(**given)
 

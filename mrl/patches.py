@@ -15,6 +15,7 @@ import importlib
 import inspect
 import logging
 import pathlib
+import pkgutil
 import re
 import textwrap
 import tomllib
@@ -42,7 +43,7 @@ def replace(new: Mapping[str, Any]) -> dict[str, Any]:
         _compare(target)
         module, _, path = target.partition(":")
         *parents, name = path.split(".")
-        owner = functools.reduce(getattr, parents, importlib.import_module(module))
+        owner = pkgutil.resolve_name(f"{module}:{'.'.join(parents)}")
         found[target] = owner, name
     old = {target: getattr(owner, name) for target, (owner, name) in found.items()}
     for target, (owner, name) in found.items():
@@ -92,9 +93,8 @@ def _compare(target: str) -> None:
 
 def fingerprint(target: str) -> str:
     """Returns a hash of a function's code, without docstrings and comments; "" if there is no such function."""
-    module, _, path = target.partition(":")
     try:
-        function: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        function = pkgutil.resolve_name(target)
         text = inspect.getsource(inspect.unwrap(function))
     except (AttributeError, ImportError, OSError, TypeError):
         return ""

@@ -15,10 +15,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from mrl.config import command as commands
 from mrl.config.docs import Section, default_text, sections
-from mrl.config.foreign_rows import Row
 from mrl.config.keys import accepted_values, join_key
-from mrl.config.rates import RATES
-from mrl.config.translate import trainers
+from mrl.config.load import RATES
+from mrl.config.translate import Row, trainers
 
 CONFIG_HEADER = """\
 # Config keys

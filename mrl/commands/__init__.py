@@ -93,7 +93,7 @@ NPROC = Option(
 )  # fmt: skip
 
 JSON = Option(
-    names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."
+    names="--json", into="as_json", kind="flag", help="Print one JSON object in place of text."
 )  # fmt: skip
 
 TRAINING_ARGUMENTS: Sequence[Argument | Option] = (

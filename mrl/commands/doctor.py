@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from mrl.commands import EXIT_USER_ERROR, Command, Option, echo
+from mrl.commands import EXIT_USER_ERROR, JSON, Command, Option, echo
 
 
 def run(collectives: bool, as_json: bool) -> int:
     """Returns 2 where a fault was found."""
     import json
 
-    from mrl.doctor.examine import examine
-    from mrl.doctor.show import text
+    from mrl.doctor.examine import examine, text
 
     report = examine(with_collectives=collectives)
     if as_json:
@@ -39,6 +38,6 @@ COMMAND = Command(
             names="--collectives", kind="flag",
             help="Also run an all-reduce of two processes over gloo and, with two GPUs, over NCCL, and time it.",
         ),
-        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of text."),
+        JSON,
     ),
 )  # fmt: skip

@@ -6,10 +6,17 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand
-from mrl.config.dpo import DPOConfig
-from mrl.config.phases import Phases
-from mrl.config.preference_losses import ROWS
+from mrl.config.command import (
+    Part,
+    Phase,
+    Phases,
+    TrainingCommand,
+    describe_layout,
+    describe_length,
+    describe_micro_batch,
+)
+from mrl.config.dpo import ROWS, DPOConfig, check_dpo
+from mrl.config.roles import rewrite_error_keys
 from mrl.parallel import ParallelDims
 
 
@@ -37,8 +44,6 @@ class DPO(TrainingCommand[DPOConfig]):
     }
 
     def check(self, config: DPOConfig) -> None:
-        from mrl.config.dpo_checks import check_dpo
-
         check_dpo(config)
 
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,8 +61,6 @@ class DPO(TrainingCommand[DPOConfig]):
         return ["", "reference"] if config.reference_has_own_model and not cached_by_model else [""]
 
     def rewrite_error_keys(self, config: DPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import rewrite_error_keys
-
         if not role:
             return contextlib.nullcontext()
         return rewrite_error_keys(role, has_engine=config.reference.engine is not None, of="model")
@@ -69,12 +72,10 @@ class DPO(TrainingCommand[DPOConfig]):
         return config.longest_group[0]
 
     def describe(self, config: DPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import length, micro_batch, processes
-
         train, longest = config.train, config.longest_group[0]
         lines = [
-            f"{part.role or 'layout'}: {dims.describe()} on {processes(dims)}, micro-batches of "
-            f"{micro_batch(part.engine, longest)}"
+            f"{part.role or 'layout'}: {describe_layout(dims)}, micro-batches of "
+            f"{describe_micro_batch(part.engine, longest)}"
             for part, dims in zip(parts, layouts, strict=True)
         ]
         numbers = ", ".join(f"{name} {value}" for name, value in config.loss.resolved.items())
@@ -82,7 +83,7 @@ class DPO(TrainingCommand[DPOConfig]):
             *lines,
             f"loss: {config.loss.name} ({numbers})",
             f"reference: {self._reference(config)}",
-            f"length: {length(train)} of {train.global_batch_size} rows a step",
+            f"length: {describe_length(train)} of {train.global_batch_size} rows a step",
         ]
 
     def _reference(self, config: DPOConfig) -> str:
@@ -93,8 +94,6 @@ class DPO(TrainingCommand[DPOConfig]):
         return "a model of its own" if config.reference_has_own_model else "the model without its adapters"
 
     def phases(self, config: DPOConfig) -> Phases:
-        from mrl.config.phases import Phase
-
         sequences = config.train.global_batch_size * config.sequences_of_row
         role = "reference" if config.reference_has_own_model else ""
         found = []

@@ -9,13 +9,10 @@ from mrl.commands.generate import BACKEND, MODEL, SAMPLING, sampling_keys
 from mrl.config.inference import EvalKeys
 
 
-def evaluate(
-    model: str, task: str, overrides: tuple[str, ...], samples: int | None, system: str | None, nproc: int | None,
-    **given: Any,
-) -> int | None:  # fmt: skip
+def evaluate(model: str, task: str, overrides: tuple[str, ...], nproc: int | None, **given: Any) -> int | None:
     from mrl.launch import inference
 
-    options = sampling_keys(given) | {"data.system": system, "rollout.samples_per_prompt": samples}
+    options = sampling_keys(given)
     return inference.evaluate(model, task, overrides, nproc=nproc, options=options, **given)
 
 

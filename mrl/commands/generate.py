@@ -27,11 +27,11 @@ SAMPLING = (
 
 def generate(
     model: str, overrides: tuple[str, ...], prompt: tuple[str, ...], prompts: str | None, nproc: int | None,
-    system: str | None, samples: int | None, **given: Any,
+    **given: Any,
 ) -> int | None:  # fmt: skip
     from mrl.launch import inference
 
-    options = sampling_keys(given) | {"data.system": system, "rollout.samples_per_prompt": samples}
+    options = sampling_keys(given)
     return inference.generate(model, overrides, prompts=prompt, file=prompts, nproc=nproc, options=options, **given)
 
 
@@ -40,7 +40,7 @@ def sampling_keys(given: dict[str, Any]) -> dict[str, Any]:
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     keys: dict[str, Any] = {f"rollout.{name}": given.pop(name) for name in names}
     keys |= {"rollout.stop": given.pop("stop"), "seed": given.pop("seed"), "rollout.backend": given.pop("backend")}
-    return keys
+    return keys | {"data.system": given.pop("system"), "rollout.samples_per_prompt": given.pop("samples")}
 
 
 COMMAND = Command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.commands import CONFIG, EXIT_USER_ERROR, OVERRIDES, Command, Option, echo
+from mrl.commands import CONFIG, EXIT_USER_ERROR, JSON, OVERRIDES, Command, Option, echo
 
 EXAMPLES = """
     mrl plan sft.yaml --world-size 64
@@ -48,7 +48,7 @@ COMMAND = Command(
             names="--reserve", kind="fraction", metavar="GIB", default=4.0, minimum=0,
             help="Memory for CUDA, NCCL and the allocator.",
         ),
-        Option(names="--json", into="as_json", kind="flag", help="Print everything as JSON."),
+        JSON,
         Option(names="--calibrate", kind="flag", help="Time each stage on this machine, beside the estimate."),
         Option(names="--suggest", kind="flag", help="Search layouts for these GPUs, and rank those that fit by time."),
     ),

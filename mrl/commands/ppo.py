@@ -9,10 +9,36 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mrl.config.command import Part, Server, TrainingCommand
-from mrl.config.phases import Phases
+from mrl.config.command import (
+    SAMPLING_RANKS,
+    Distill,
+    Part,
+    Phase,
+    Phases,
+    Server,
+    TrainingCommand,
+    describe_divergence,
+    describe_layout,
+    describe_micro_batch,
+)
 from mrl.config.ppo import PPOConfig
+from mrl.config.rewards import FunctionReward
+from mrl.config.roles import (
+    TRAINED,
+    describe_sampling,
+    engine_of,
+    is_served,
+    model_of,
+    possible_roles,
+    reference_is_base,
+    rewrite_role_error_keys,
+    roles_of,
+    sampling_engine,
+    section_of,
+    teachers_of,
+)
 from mrl.config.schema import JSD_BETA, RoleConfig
+from mrl.errors import ConfigError, ModelError, quoted
 from mrl.parallel import ParallelDims
 from mrl.words import pluralize
 
@@ -44,7 +70,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def check(self, config: PPOConfig) -> None:
         from mrl.config.ppo_checks import check_ppo
-        from mrl.config.ppo_teacher_checks import check_opd
+        from mrl.config.teacher_checks import check_opd
 
         check_ppo(config)
         check_opd(config)
@@ -61,8 +87,6 @@ class PPO(TrainingCommand[PPOConfig]):
         }  # fmt: skip
 
     def parts(self, config: PPOConfig) -> list[Part]:
-        from mrl.config.roles import TRAINED, engine_of, is_served, model_of, possible_roles
-
         return [
             Part(
                 role, model_of(config, role), engine_of(config, role), "value" if role == "critic" else "lm",
@@ -73,13 +97,10 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def needed(self, config: PPOConfig) -> Sequence[str]:
         from mrl.algorithms.configured import check_algorithm  # it imports torch
-        from mrl.config.roles import roles_of
 
         return roles_of(config, check_algorithm(config))
 
     def rewrite_error_keys(self, config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import rewrite_role_error_keys
-
         return rewrite_role_error_keys(config, role)
 
     def longest(self, config: PPOConfig) -> tuple[int, str]:
@@ -91,8 +112,6 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def smallest_batch(self, config: PPOConfig, role: str) -> tuple[str, int]:
         """Returns a mini-batch, or the rollout where the role never trains."""
-        from mrl.config.roles import TRAINED
-
         if role in TRAINED and config.algorithm.mini_batch_size is not None:
             return "algorithm.mini_batch_size", config.algorithm.mini_batch_size
         return super().smallest_batch(config, role)
@@ -101,8 +120,6 @@ class PPO(TrainingCommand[PPOConfig]):
         return config.rollout.ranks
 
     def parts_beside(self, config: PPOConfig, parts: Sequence[Part]) -> Sequence[Part]:
-        from mrl.config.roles import sampling_engine
-
         if not config.rollout.ranks:
             return ()
         actor = next(part for part in parts if part.role == "actor")
@@ -130,9 +147,6 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def check_files(self, config: PPOConfig) -> None:
         """Checks that files with the user's code exist, and rollouts to replay."""
-        from mrl.config.rewards import FunctionReward
-        from mrl.errors import ConfigError, quoted
-
         functions = config.rewards.functions if config.rewards is not None else ()
         specs = {
             f"rewards.functions[{i}].function": reward.function
@@ -170,13 +184,11 @@ class PPO(TrainingCommand[PPOConfig]):
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.algorithms.configured import configured_recipe
         from mrl.algorithms.recipes import in_words
-        from mrl.config.roles import describe_sampling, is_served, section_of, teachers_of
-        from mrl.launch.describe import divergence, micro_batch, processes
 
         train, per_iteration = config.train, config.steps_per_iteration
         lines = [
-            f"{part.role}: {part.engine.backend} {dims.describe()} on {processes(dims)}, micro-batches of "
-            f"{micro_batch(part.engine, config.max_length)}"
+            f"{part.role}: {part.engine.backend} {describe_layout(dims)}, micro-batches of "
+            f"{describe_micro_batch(part.engine, config.max_length)}"
             for part, dims in zip(parts, layouts, strict=True)
         ]
         lines += [
@@ -188,7 +200,7 @@ class PPO(TrainingCommand[PPOConfig]):
             f"algorithm: {in_words(configured_recipe(config.algorithm, async_level=config.rollout.async_level))}"
         )
         if config.algorithm.distill is not None:
-            kind, ids = divergence(config.algorithm.distill)
+            kind, ids = describe_divergence(config.algorithm.distill)
             at = f"at temperature {config.rollout.temperature:g}"
             lines.append(f"distill: {kind} to the teacher over {ids} {at}")
         lines.append(
@@ -214,8 +226,6 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def phases(self, config: PPOConfig) -> Phases:
         from mrl.algorithms.configured import configured_recipe
-        from mrl.config.phases import SAMPLING_RANKS, Distill, Phase
-        from mrl.config.roles import is_served, reference_is_base
 
         recipe, rollout, size = (
             configured_recipe(config.algorithm, async_level=config.rollout.async_level),
@@ -267,7 +277,6 @@ class PPO(TrainingCommand[PPOConfig]):
 
 def _check_reward_model(path: str | None, hf: Mapping[str, Any]) -> None:
     """Raises ModelError for a language model. An adapter's config.json is that of its base, which may be one."""
-    from mrl.errors import ModelError, quoted
     from mrl.weights.adapter_folder import is_adapter
 
     kinds = [

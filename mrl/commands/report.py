@@ -27,7 +27,12 @@ def run(
     watching: bool,
     every_s: int | None,
 ) -> None:
-    _check_flags(no_page=no_page, out=out, as_json=as_json, watching=watching, every_s=every_s)
+    if no_page and out is not None:
+        raise UserError("--out", why="has no effect with --no-page", fix="leave one of them out")
+    if as_json and watching:
+        raise UserError("--json", why="is of a report that is made once, not of --watch", fix="leave one of them out")
+    if every_s is not None and not watching:
+        raise UserError("--every", why="has no effect without --watch", fix="give both, or leave it out")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here is large enough to share
     import pathlib
 
@@ -79,15 +84,6 @@ def _watch(report: Report, every_s: int) -> None:
         echo("")
     else:
         echo("finished")
-
-
-def _check_flags(*, no_page: bool, out: str | None, as_json: bool, watching: bool, every_s: int | None) -> None:
-    if no_page and out is not None:
-        raise UserError("--out", why="has no effect with --no-page", fix="leave one of them out")
-    if as_json and watching:
-        raise UserError("--json", why="is of a report that is made once, not of --watch", fix="leave one of them out")
-    if every_s is not None and not watching:
-        raise UserError("--every", why="has no effect without --watch", fix="give both, or leave it out")
 
 
 COMMAND = Command(

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand
-from mrl.config.phases import Phases
-from mrl.config.rm import CENTERING, RMConfig
+from mrl.config.command import (
+    Part,
+    Phase,
+    Phases,
+    TrainingCommand,
+    describe_layout,
+    describe_length,
+    describe_micro_batch,
+)
+from mrl.config.rm import CENTERING, RMConfig, check_rm
 from mrl.parallel import ParallelDims
 
 
@@ -30,8 +37,6 @@ class RM(TrainingCommand[RMConfig]):
     order = 4
 
     def check(self, config: RMConfig) -> None:
-        from mrl.config.rm_checks import check_rm
-
         check_rm(config)
 
     def null_values(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,19 +52,15 @@ class RM(TrainingCommand[RMConfig]):
         return config.longest_group[0]
 
     def describe(self, config: RMConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import length, micro_batch, processes
-
         [dims], train, loss = layouts, config.train, config.loss
         return [
-            f"layout: {dims.describe()} on {processes(dims)}",
-            f"micro-batch: {micro_batch(config.engine, config.longest_group[0])}",
+            f"layout: {describe_layout(dims)}",
+            f"micro-batch: {describe_micro_batch(config.engine, config.longest_group[0])}",
             f"loss: {loss.name}" + (f" (centering {loss.resolved_centering:g})" if loss.is_paired else ""),
-            f"length: {length(train)} of {train.global_batch_size} rows a step",
+            f"length: {describe_length(train)} of {train.global_batch_size} rows a step",
         ]
 
     def phases(self, config: RMConfig) -> Phases:
-        from mrl.config.phases import Phase
-
         sequences = config.train.global_batch_size * config.group
         return Phases((Phase("update of the model", "", "train", sequences),))
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, RowsRunConfig, TrainingCommand
-from mrl.config.phases import Phases
+from mrl.config.command import (
+    Part,
+    Phase,
+    Phases,
+    RowsRunConfig,
+    TrainingCommand,
+    describe_layout,
+    describe_micro_batch,
+)
 from mrl.config.schema import OptimizerConfig
-from mrl.config.serve import ServeConfig
+from mrl.config.serve import ServeConfig, check_serve
+from mrl.errors import ConfigError, UserError
 from mrl.parallel import ParallelDims
 
 
@@ -32,14 +41,9 @@ class Serve(TrainingCommand[ServeConfig]):
     options = {"--host": "serve.host", "--port": "serve.port"}
 
     def check(self, config: ServeConfig) -> None:
-        from mrl.config.serve_checks import check_serve
-
         check_serve(config)
 
     def check_files(self, config: ServeConfig) -> None:
-        import importlib.util
-
-        from mrl.errors import UserError
         from mrl.launch.preflight import read_model_config
 
         for package in ("starlette", "uvicorn", "google.protobuf"):
@@ -65,19 +69,15 @@ class Serve(TrainingCommand[ServeConfig]):
         return "serve.max_waiting", config.serve.max_waiting  # a replica may have nothing to do
 
     def describe(self, config: ServeConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import micro_batch, processes
-
         [dims], lora = layouts, config.model.lora
         models = "one model, of which all weights train" if lora is None else f"adapters of rank 1 to {lora.rank}"
         return [
-            f"layout: {dims.describe()} on {processes(dims)}",
-            f"micro-batch: {micro_batch(config.engine, config.serve.max_length)}",
+            f"layout: {describe_layout(dims)}",
+            f"micro-batch: {describe_micro_batch(config.engine, config.serve.max_length)}",
             f"models: {models}",
         ]
 
     def phases(self, config: ServeConfig) -> Phases:
-        from mrl.config.phases import Phase
-
         room: dict[str, Any] = {
             "cache_tokens": config.serve.cache_tokens,
             "prefill_tokens": config.serve.prefill_tokens,
@@ -87,7 +87,6 @@ class Serve(TrainingCommand[ServeConfig]):
 
 def check_positions(config: ServeConfig, hf_config: Mapping[str, Any]) -> None:
     """Raises ConfigError for sequences that are longer than the model of a config.json has positions."""
-    from mrl.errors import ConfigError
     from mrl.inference.places import limit_of  # it imports torch
 
     limit, limited_by = limit_of(hf_config)

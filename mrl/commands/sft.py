@@ -6,8 +6,19 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.config.command import Part, TrainingCommand
-from mrl.config.phases import Phases
+from mrl.config.checks import check_config
+from mrl.config.command import (
+    Distill,
+    Part,
+    Phase,
+    Phases,
+    TrainingCommand,
+    describe_divergence,
+    describe_layout,
+    describe_length,
+    describe_micro_batch,
+)
+from mrl.config.roles import rewrite_error_keys
 from mrl.config.schema import JSD_BETA, SFTConfig
 from mrl.parallel import ParallelDims
 
@@ -31,7 +42,6 @@ class SFT(TrainingCommand[SFTConfig]):
     null_fallbacks = {"teacher.engine": "engine", "teacher.model.dtype": "model.dtype"}
 
     def check(self, config: SFTConfig) -> None:
-        from mrl.config.checks import check_config
         from mrl.config.teacher_checks import check_teacher
 
         check_config(config)
@@ -48,8 +58,6 @@ class SFT(TrainingCommand[SFTConfig]):
         return parts
 
     def rewrite_error_keys(self, config: SFTConfig, role: str) -> contextlib.AbstractContextManager[None]:
-        from mrl.config.roles import rewrite_error_keys
-
         if not role:
             return contextlib.nullcontext()
         assert config.teacher is not None, "no teacher"
@@ -59,29 +67,25 @@ class SFT(TrainingCommand[SFTConfig]):
         return config.data.max_length, "data.max_length"
 
     def describe(self, config: SFTConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.launch.describe import length, micro_batch, processes
-
         dims, train = layouts[0], config.train
         return [
-            f"layout: {dims.describe()} on {processes(dims)}",
-            f"micro-batch: {micro_batch(config.engine, config.data.max_length)}",
+            f"layout: {describe_layout(dims)}",
+            f"micro-batch: {describe_micro_batch(config.engine, config.data.max_length)}",
             *self._teachers(config, dict(zip((part.role for part in parts), layouts, strict=True))),
-            f"length: {length(train)} of {train.global_batch_size} sequences a step",
+            f"length: {describe_length(train)} of {train.global_batch_size} sequences a step",
         ]
 
     def _teachers(self, config: SFTConfig, layouts: Mapping[str, ParallelDims]) -> list[str]:
         """Returns lines on the teachers. layouts: of each part's role."""
-        from mrl.launch.describe import divergence, processes
-
         teacher = config.teacher
         if teacher is None:
             return []
         places = {
             key: f"at {one.server.url}" if one.server is not None
-            else f"{layouts[key].describe()} on {processes(layouts[key])}"
+            else describe_layout(layouts[key])
             for key, one in teacher.by_key.items()
         }  # fmt: skip
-        kind, ids = divergence(teacher)
+        kind, ids = describe_divergence(teacher)
         when = ", computed before the first step" if teacher.cache else ""
         return [
             *(f"{key}: {where}{when}" for key, where in places.items()),
@@ -90,8 +94,6 @@ class SFT(TrainingCommand[SFTConfig]):
         ]
 
     def phases(self, config: SFTConfig) -> Phases:
-        from mrl.config.phases import Distill, Phase
-
         size, teacher = config.train.global_batch_size, config.teacher
         if teacher is None:
             return super().phases(config)

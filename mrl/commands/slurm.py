@@ -54,17 +54,10 @@ def _option(key: Key) -> Option:
 
 
 def _checked(
-    command: str,
-    config_path: str,
-    overrides: tuple[str, ...],
-    profile: str | None,
-    given: dict[str, Any],
-    *,
-    there: bool = True,
+    command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, *, there: bool = True, **given: Any
 ) -> Any:
     """Returns the config, checked against the job that the options and the profile describe; warnings are said."""
-    from mrl.launch.slurm.profile import load_options
-    from mrl.launch.slurm.submit import check
+    from mrl.launch.slurm.submit import check, load_options
 
     mappings = {key.path for key in section_keys(SlurmConfig) if typing.get_origin(key.annotation) is dict}
     values: dict[str, Any] = {}
@@ -88,19 +81,17 @@ def _mapping(name: str, pairs: tuple[str, ...]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def render(command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, **given: Any) -> None:
+def render(**given: Any) -> None:
     from mrl.launch.slurm.render import render as script_of
 
-    checked = _checked(command, config_path, overrides, profile, given, there=False)
+    checked = _checked(**given, there=False)
     echo(script_of(checked.job, checked.options), end="")
 
 
-def submit(
-    command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, force: bool, **given: Any
-) -> None:
+def submit(command: str, force: bool, **given: Any) -> None:
     from mrl.launch.slurm.submit import submit as put_into_queue
 
-    checked = _checked(command, config_path, overrides, profile, given)
+    checked = _checked(command, **given)
     if not force:
         _refuse_what_does_not_fit(command, checked)
     done, options = put_into_queue(checked), checked.options

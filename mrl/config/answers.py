@@ -6,7 +6,6 @@ import abc
 import dataclasses
 from typing import Literal
 
-from mrl.config.rows import StreamedRowsConfig
 from mrl.config.schema import (
     MAX_SEQUENCES,
     REQUIRED,
@@ -18,7 +17,7 @@ from mrl.config.schema import (
     TrainConfig,
     key,
 )
-from mrl.config.sources import PROMPT_END_HELP
+from mrl.config.sources import PROMPT_END_HELP, StreamedRowsConfig
 
 
 class AnswerLossConfig(abc.ABC):

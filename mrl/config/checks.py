@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.config.answers import AnswersConfig
-from mrl.config.backends import OWN_KEYS, entry_point
+from mrl.config.backends import OWN_KEYS, check_supported, entry_point
 from mrl.config.keys import join_key, non_default_keys
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, PRECISION_AWARE
 from mrl.config.ppo import PPOTrainConfig
-from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -27,14 +26,18 @@ from mrl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
-from mrl.config.sources import Share
-from mrl.config.stream_checks import check_stream
-from mrl.config.supported import check_supported
+from mrl.config.sources import RowsConfig, Share, StreamedRowsConfig, StreamedShare, sources_of
 from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
 
 DEFAULT_TOKENS = 4096
 """Tokens of a micro-batch that no key limits, unless the longest sequence has more."""
+
+TRAINING_KEYS = (
+    "recompute", "recompute_every", "recompute_modules", "fsdp.reshard_after_forward", "moe.aux_loss", "moe.z_loss",
+    "cuda_graphs",
+)  # fmt: skip
+"""Keys of an engine that are for training alone."""
 
 MAX_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
@@ -323,7 +326,94 @@ def check_replicate(engine: EngineConfig, processes: int) -> None:
         )
 
 
+def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
+    """Raises ConfigError for keys of an engine at `path` that are for training alone. who: never trains, in words."""
+    for key, value in non_default_keys(engine, path):
+        name = key.path.removeprefix(f"{path}.")
+        if name in TRAINING_KEYS or (name == "offload" and set(value) != {"parameters"}):
+            raise ConfigError(key.path, value, f"is for training, and {who} never trains", "leave it out")
+
+
+def check_url(key: str, url: str) -> None:
+    """Raises ConfigError for what no server is at."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(key, url, "is no URL", "write it as http://host:8000")
+
+
 def check_log(log: LogConfig) -> None:
     """Raises ConfigError for keys that another key turns off."""
     if log.wandb.project is None:
         refuse_unread(log.wandb, "log.wandb", "without log.wandb.project", "set log.wandb.project")
+
+
+def streamed_keys(data: RowsConfig) -> list[str]:
+    """Returns the keys of the paths of data.train whose rows are read while training."""
+    return [key for key, of in _paths(data) if _is_streamed(data, of)]
+
+
+def check_stream(data: StreamedRowsConfig, train: TrainConfig) -> None:
+    """Raises ConfigError for keys that need the number of rows, and for keys without use for streamed rows."""
+    streamed = streamed_keys(data)
+    _check_buffers(data, streamed)
+    if not streamed:
+        return
+    if train.epochs is not None:
+        why = f"counts rows, and those of {streamed[0]} are streamed: their number is not known"
+        raise ConfigError("train.epochs", Shown(f"{train.epochs:g}"), why, "give train.steps in its place")
+    if train.steps is None:
+        why = f"is missing, and the rows of {streamed[0]} are streamed: their number is not known"
+        raise ConfigError("train.steps", why=why, fix="give the steps of the run")
+    for key, share in _paths(data):
+        if share is None:
+            continue
+        if share.weight is None:
+            why = (
+                f"is missing, and the rows of {streamed[0]} are streamed: their number, which would be it, is not known"
+            )
+            raise ConfigError(f"{key.removesuffix('.path')}.weight", why=why, fix="give a weight to every source")
+        if _is_streamed(data, share) and share.epochs is not None and share.epochs % 1:
+            why, fix = "is no whole number, and the rows are streamed: their number is not known", "give whole passes"
+            raise ConfigError(f"{key.removesuffix('.path')}.epochs", Shown(f"{share.epochs:g}"), why, fix)
+
+
+def check_cache(data: RowsConfig, key: str, cache: bool) -> None:
+    """Raises ConfigError for a cache of streamed rows, because it is computed over all rows first.
+
+    key: of a role's `cache`.
+    """
+    streamed = streamed_keys(data)
+    if cache and streamed:
+        why = f"reads all rows before the first step, and those of {streamed[0]} are streamed"
+        raise ConfigError(key, True, why, "set it to false, or leave stream out")
+
+
+def _paths(data: RowsConfig) -> Iterator[tuple[str, Share | None]]:
+    """Yields the key of each path of data.train, with its source where there is a list of them."""
+    if isinstance(data.train, str):
+        yield "data.train", None
+        return
+    yield from ((f"data.train[{i}].path", source) for i, source in enumerate(data.train))
+
+
+def _is_streamed(data: RowsConfig, source: Share | None) -> bool:
+    if not isinstance(data, StreamedRowsConfig):
+        return False
+    own = source.stream if isinstance(source, StreamedShare) else None
+    return data.stream if own is None else own
+
+
+def _check_buffers(data: StreamedRowsConfig, streamed: list[str]) -> None:
+    """Raises ConfigError for a shuffle_buffer without streamed and shuffled rows."""
+    given = [("data.shuffle_buffer", data.shuffle_buffer, bool(streamed))]
+    for key, share in _paths(data):
+        if isinstance(share, StreamedShare):
+            name = f"{key.removesuffix('.path')}.shuffle_buffer"
+            given.append((name, share.shuffle_buffer, _is_streamed(data, share)))
+    for key, value, is_used in given:
+        if value is None:
+            continue
+        if not is_used:
+            fix = "set stream to true, or leave it out"
+            raise ConfigError(key, value, "is not used by rows that are not streamed", fix)
+        if not data.shuffle and value:
+            raise ConfigError(key, value, "is not used with data.shuffle false", "leave it out, or shuffle")

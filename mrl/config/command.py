@@ -1,7 +1,10 @@
 """The records of commands that train, and how one is found. All code that reads or starts a run reads them.
 
 A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or an entry point NAME of the group `mrl.commands` of an
-installed package (docs/commands.md). Records are found by these names alone, so lower floors import none."""
+installed package (docs/commands.md). Records are found by these names alone, so lower floors import none.
+
+Beside it stands what a record is asked for: the models of a run, the phases of a step, and parts of a dry run's words.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,21 @@ import mrl
 from mrl.config.backends import entry_points_of
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.keys import Key, join_key, types_of, walk_keys
-from mrl.config.phases import Phase, Phases
-from mrl.config.rows import RowsConfig
 from mrl.config.schema import (
     CheckpointConfig,
+    DivergenceConfig,
     EngineConfig,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
     RoleConfig,
+    TrainConfig,
     TrainedModelConfig,
 )
+from mrl.config.sources import RowsConfig
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
+from mrl.words import pluralize
 
 if typing.TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -99,6 +104,52 @@ class Server:
     max_length: int  # tokens of the longest sequence
     temperature: float
     urls: str  # the key that takes the servers' urls
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill:
+    """How a student learns a teacher's distributions of next tokens."""
+
+    loss: str
+    beta: float
+    top_k: int | None  # token ids at which both are compared; None: all of the vocabulary
+    temperature: float
+    first_temperature: float | None = None  # of each token's own label
+
+
+SAMPLING_RANKS = "sampling ranks"
+"""The role of what samples on ranks of its own, beside those that train (`rollout.ranks`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One role at work."""
+
+    name: str  # in words, as "update of the actor"
+    role: str
+    kind: Literal["train", "forward", "sample"]
+    sequences: int  # of the global batch that it goes through
+    steps: int = 1  # optimizer steps that they are divided over
+    cache_tokens: int = 0  # of sampling: tokens whose keys and values a replica keeps
+    engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
+    handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
+    prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
+    temperature: float = 1.0  # of sampling by the role itself, with the next three
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    distill: Distill | None = None  # where it learns distributions of next tokens, or tells them in a forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """All phases of a step, and whether roles that do not work wait on the host."""
+
+    phases: tuple[Phase, ...]
+    offload_idle: bool = True
+    entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs
+    served_tokens: int = 0  # that servers sample at most, while all phases run
+    notes: tuple[str, ...] = ()  # lines on what is assumed of the data, or is not in any phase
 
 
 class TrainingCommand(abc.ABC, Generic[C]):
@@ -214,13 +265,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def phases(self, config: C) -> Phases:
         """Returns what a step consists of, for `mrl plan`: by default an update of every part that trains."""
         size = _rows(self, config).train.global_batch_size
-        trained = self._trained(config)
+        trained = [
+            part for part in self.parts(config) if part.optimizer is not None and part.role in self.needed(config)
+        ]
         return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
-
-    def _trained(self, config: C) -> list[Part]:
-        """Returns the parts of a run that train."""
-        built = self.needed(config)
-        return [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
 
     def server(self, config: C) -> Server | None:
         """Returns the inference servers that a run samples from; None if it needs none."""
@@ -231,6 +279,31 @@ def _rows(command: TrainingCommand[Any], config: Any) -> RowsRunConfig:
     section = command.on_rows(config)
     assert section is not None, f"mrl {command.name} trains on no rows"
     return section
+
+
+def describe_length(train: TrainConfig) -> str:
+    """Returns the length of a run in words: steps, or passes over the data."""
+    return f"{train.steps} steps" if train.resolved_epochs is None else pluralize(train.resolved_epochs, "epoch")
+
+
+def describe_divergence(keys: DivergenceConfig) -> tuple[str, str]:
+    """Returns the divergence from a teacher, and the token ids at which it is measured, in words."""
+    kind = f"jsd (beta {keys.resolved_beta:g})" if keys.loss == "jsd" else keys.loss
+    ids = "the whole vocabulary" if keys.top_k is None else f"its {keys.top_k} likeliest tokens and the rest"
+    return kind, ids
+
+
+def describe_layout(dims: ParallelDims) -> str:
+    """Returns a layout and the number of its processes, in words."""
+    return f"{dims.describe()} on {pluralize(dims.world_size, 'process', 'processes')}"
+
+
+def describe_micro_batch(engine: EngineConfig, max_length: int) -> str:
+    """Returns what a micro-batch holds, in words."""
+    tokens = micro_batch_tokens(engine.micro_batch, max_length)
+    if engine.micro_batch.tokens == "auto":
+        return f"auto: up to {tokens} tokens on CPUs"
+    return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"
 
 
 def own_names() -> list[str]:

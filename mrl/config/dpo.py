@@ -1,4 +1,8 @@
-"""The keys of `mrl dpo`: those of `mrl sft`, preference rows, a loss on them, and a reference policy."""
+"""The keys of `mrl dpo`: those of `mrl sft`, preference rows, a loss on them, and a reference policy. And their checks.
+
+`ROWS` has the losses as plain data, so that names are known without torch: the keys of `loss` that each reads, with its
+numbers. mrl/algorithms/preference.py has the equations and papers.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,43 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.preference_losses import NO_REFERENCE, ROWS, SINGLE_ROW_LOSSES
-from mrl.config.rows import EVAL_HELP, TRAIN_HELP
+from mrl.config.checks import (
+    check_backend,
+    check_cache,
+    check_groups,
+    check_never_trains,
+    check_prompt_end,
+    check_stream,
+    check_train,
+    check_trained,
+    formats_of,
+    refuse_unread,
+)
 from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, PolicyModelConfig, RoleModelConfig, key
-from mrl.config.sources import PreferenceShare, PreferenceSource, eval_of, train_of
+from mrl.config.sources import EVAL_HELP, TRAIN_HELP, PreferenceShare, PreferenceSource, eval_of, train_of
+from mrl.errors import ConfigError
+
+# A key that a row has is read by that loss, and the number is its value where the config has null. beta of dpo: TRL,
+# trl/trainer/dpo_config.py, beta; ipo and kto have the same there. simpo: ms-swift's defaults, within what its paper
+# tries. orpo: lambda 0.1 as in TRL, orpo_config.py, and the SFT term of weight 1 that its equation has.
+ROWS: Mapping[str, Mapping[str, float | bool]] = {
+    "dpo": dict(beta=0.1, label_smoothing=0.0, reference_free=False, length_normalized=False, sft_weight=0.0),
+    "ipo": dict(beta=0.1, length_normalized=False, sft_weight=0.0),
+    "kto": dict(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0, sft_weight=0.0),
+    "orpo": dict(beta=0.1, sft_weight=1.0),
+    "simpo": dict(beta=2.0, gamma=1.0, sft_weight=0.0),
+}
+
+NO_REFERENCE = ("orpo", "simpo")
+"""Losses of the policy alone; so is dpo where it is reference-free."""
+
+SINGLE_ROW_LOSSES = ("kto",)
+"""Losses of single answers, each good or bad; of a pair they take both answers apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig(AnswerLossConfig):
-    """A loss and its numbers; null takes that of its row in mrl/config/preference_losses.py."""
+    """A loss and its numbers; null takes that of its row in `ROWS`."""
 
     name: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = key("dpo", "the loss (docs/dpo.md)")
     beta: float | None = key(
@@ -125,3 +157,55 @@ class DPOConfig(AnswersConfig):
         if own.path is None:
             return dataclasses.replace(model, dtype=own.dtype or model.dtype)
         return dataclasses.replace(model, path=own.path, init="pretrained", dtype=own.dtype or model.dtype)
+
+
+def check_dpo(config: DPOConfig) -> None:
+    """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    check_train(config.train, config.data)
+    check_stream(config.data, config.train)
+    check_prompt_end(config.data)
+    _check_loss(config)
+    _check_reference(config)
+    check_groups(config, config.engine)
+    check_trained(config)
+
+
+def _check_loss(config: DPOConfig) -> None:
+    loss, batch = config.loss, config.train.global_batch_size
+    read = ROWS[loss.name]
+    for name in ("beta", "label_smoothing", "reference_free", "length_normalized", "gamma", "desirable_weight",
+                 "undesirable_weight", "sft_weight"):  # fmt: skip
+        value = getattr(loss, name)
+        if value is not None and name not in read:
+            others = ", ".join(other for other, row in ROWS.items() if name in row)
+            raise ConfigError(
+                f"loss.{name}", value, f"is not read by loss {loss.name}", f"leave it out; it is of {others}"
+            )
+    if loss.name == "kto" and not (loss.value("desirable_weight") or loss.value("undesirable_weight")):
+        why = "is 0 and loss.undesirable_weight too"
+        raise ConfigError("loss.desirable_weight", 0, why, "give one of them above 0")
+    if loss.name == "kto" and batch < 2:
+        why = "leaves kto's KL no other row to take an answer from"
+        raise ConfigError("train.global_batch_size", batch, why, "give at least 2")
+    for given, format in formats_of(config.data).items():
+        if loss.is_paired and format == "unpaired":
+            why = f"has no pairs, which loss.name {loss.name} is of"
+            raise ConfigError(given, "unpaired", why, f"set loss.name to kto, or {given} to preference")
+
+
+def _check_reference(config: DPOConfig) -> None:
+    loss, reference = config.loss, config.reference
+    if not loss.needs_reference:
+        why = f"by loss {loss.name}, which needs no reference"
+        if loss.name == "dpo":
+            why = "with loss.reference_free"
+        refuse_unread(reference, "reference", why, "leave it out")
+        return
+    if reference.cache and not loss.is_paired:
+        why = "cannot be true with kto, whose KL pairs prompts with other rows' answers in each batch"
+        raise ConfigError("reference.cache", True, why, "set it to false")
+    check_cache(config.data, "reference.cache", reference.cache)
+    if reference.engine is not None:
+        check_groups(config, reference.engine, "reference.engine")
+        check_never_trains(reference.engine, "reference.engine", "the reference")
+        check_backend(config.reference_model, reference.engine, "reference")

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from mrl.config.checks import check_backend, check_micro_batch, refuse_unread
+from mrl.config.checks import check_backend, check_micro_batch, check_never_trains, refuse_unread
 from mrl.config.ppo import PromptsConfig, RolloutConfig
 from mrl.config.ppo_checks import (
     check_batch_invariant,
     check_cuda_graphs,
-    check_never_trains,
     check_rollout,
 )
 from mrl.config.rewards import RewardsConfig, parse_rewards

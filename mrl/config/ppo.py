@@ -13,7 +13,6 @@ from typing import Any, Literal
 from mrl.config.build import build_section
 from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
-from mrl.config.rows import TRAIN_HELP, RowsConfig
 from mrl.config.schema import (
     MAX_DEGREE,
     MAX_SECONDS,
@@ -32,7 +31,7 @@ from mrl.config.schema import (
     key,
     other_teachers,
 )
-from mrl.config.sources import PromptShare, Source, eval_of, train_of
+from mrl.config.sources import TRAIN_HELP, PromptShare, RowsConfig, Source, eval_of, train_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

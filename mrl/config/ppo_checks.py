@@ -15,12 +15,14 @@ from mrl.config.checks import (
     check_lora,
     check_micro_batch,
     check_muon,
+    check_never_trains,
     check_optimizer,
     check_schedule,
     check_train,
+    check_url,
     refuse_unread,
 )
-from mrl.config.keys import join_names, non_default_keys
+from mrl.config.keys import join_names
 from mrl.config.ppo import PPOConfig, RolloutConfig
 from mrl.config.recipes import OPD_NAMES
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
@@ -35,10 +37,6 @@ IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "handover", "lora", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens", "cuda_graphs")
 ENVIRONMENT_KEYS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
-TRAINING_KEYS = (
-    "recompute", "recompute_every", "recompute_modules", "fsdp.reshard_after_forward", "moe.aux_loss", "moe.z_loss",
-    "cuda_graphs",
-)  # fmt: skip
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
@@ -154,14 +152,6 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
         raise ConfigError(f"{path}.cuda_graphs", True, why, "set that to never, or leave this out")
     if role not in TRAINED:
         check_never_trains(engine, path, "the teacher" if role.startswith("reference.others.") else f"the {role}")
-
-
-def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
-    """Raises ConfigError for keys of an engine at `path` that are for training alone. who: never trains, in words."""
-    for key, value in non_default_keys(engine, path):
-        name = key.path.removeprefix(f"{path}.")
-        if name in TRAINING_KEYS or (name == "offload" and set(value) != {"parameters"}):
-            raise ConfigError(key.path, value, f"is for training, and {who} never trains", "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -293,12 +283,6 @@ def _check_adapters_alone(config: PPOConfig) -> None:
         raise ConfigError("rollout.server.handover", server.handover, why, fix)
     reason, fix = "by rollout.server.lora adapter, which writes one file", "leave it out, or set that to merged"
     refuse_unread(server, "rollout.server", reason, fix, ("bucket_mb",))
-
-
-def check_url(key: str, url: str) -> None:
-    """Raises ConfigError for what no server is at."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(key, url, "is no URL", "write it as http://host:8000")
 
 
 def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:

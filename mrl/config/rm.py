@@ -1,4 +1,7 @@
-"""The keys of `mrl rm`: those of `mrl sft`, rows that say how good answers are, and a loss on the scores of a model."""
+"""The keys of `mrl rm`: those of `mrl sft`, rows that say how good answers are, and a loss on the scores of a model.
+
+And checks of them against each other.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mrl.config.answers import AnswerLossConfig, AnswerRowsConfig, AnswersConfig
-from mrl.config.rows import EVAL_HELP, TRAIN_HELP
+from mrl.config.checks import check_groups, check_prompt_end, check_stream, check_train, check_trained, formats_of
 from mrl.config.schema import REQUIRED, ModelConfig, key
-from mrl.config.sources import ScoredShare, ScoredSource, eval_of, train_of
+from mrl.config.sources import EVAL_HELP, TRAIN_HELP, ScoredShare, ScoredSource, eval_of, train_of
+from mrl.errors import ConfigError
 
 FORMAT_OF: Mapping[str, str] = {"bradley_terry": "preference", "regression": "graded", "steps": "steps"}
 """`loss.name` -> the form of row that it is of, a `data.format`."""
@@ -61,3 +65,29 @@ class RMConfig(AnswersConfig):
     model: ModelConfig = key(REQUIRED, "the starting model: a language model, or a sequence classifier with one label")
     loss: ScoreLossConfig = key(REQUIRED, "the loss on scores")
     data: ScoredDataConfig = key(REQUIRED, "the data")
+
+
+def check_rm(config: RMConfig) -> None:
+    """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    check_train(config.train, config.data)
+    check_stream(config.data, config.train)
+    check_prompt_end(config.data, FORMAT_OF[config.loss.name])
+    _check_loss(config)
+    check_groups(config, config.engine)
+    check_trained(config)
+
+
+def _check_loss(config: RMConfig) -> None:
+    loss, data = config.loss, config.data
+    if loss.centering is not None and not loss.is_paired:
+        why = f"is not read by loss {loss.name}, whose labels say where scores lie"
+        raise ConfigError("loss.centering", loss.centering, why, "leave it out; it is of bradley_terry")
+    wanted = FORMAT_OF[loss.name]
+    for given, format in formats_of(data).items():
+        if format not in (None, "auto", wanted):
+            name = next(name for name, of_loss in FORMAT_OF.items() if of_loss == format)
+            why = f"is no form of row for loss.name {loss.name}"
+            raise ConfigError(given, format, why, f"set loss.name to {name}, or {given} to {wanted}")
+    if data.step_separator != "\n" and loss.name != "steps":
+        why = f"is not used by loss.name {loss.name}, whose answers have no steps"
+        raise ConfigError("data.step_separator", data.step_separator, why, "leave it out")

@@ -12,19 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.build import build_section
-from mrl.config.fields import MAX_DEGREE, MAX_SEQUENCES, REQUIRED, key
-from mrl.config.fields import MAX_SECONDS as MAX_SECONDS
+from mrl.config.fields import MAX_DEGREE, MAX_SECONDS, MAX_SEQUENCES, REQUIRED, key
 from mrl.config.keys import value_kind
 from mrl.config.megatron_speed import REMOVED_FIELDS, ROUNDING
-from mrl.config.micro_batch import MicroBatchConfig
-from mrl.config.mtp import MTPConfig as MTPConfig
-from mrl.config.mtp import PolicyMTPConfig
-from mrl.config.muon import MuonConfig
-from mrl.config.rows import EVAL_HELP, TRAIN_HELP, StreamedRowsConfig
-from mrl.config.sources import LossOn, SFTShare, SFTSource, eval_of, train_of
+from mrl.config.sections import MicroBatchConfig, MTPConfig, MuonConfig, PolicyMTPConfig
+from mrl.config.sources import EVAL_HELP, TRAIN_HELP, LossOn, SFTShare, SFTSource, StreamedRowsConfig, eval_of, train_of
 from mrl.errors import ConfigError, MistakeCollector
-
-__all__ = ["MAX_SECONDS", "MAX_SEQUENCES", "MAX_DEGREE", "REQUIRED", "key"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

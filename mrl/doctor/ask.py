@@ -1,17 +1,24 @@
-"""Other programs, asked with a limit of time: they may be missing, hang, or end by a signal, and that is an answer."""
+"""Other programs, asked with a limit of time: they may be missing, hang, or end by a signal, and that is an answer.
+
+Packages are imported so, each in a process of its own, which it may end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+LIMIT_S = 150.0
+"""Longest time of one import. Those of torch and vLLM take a minute where many nodes read them from one file server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +87,35 @@ def python(*arguments: str, limit_s: float, variables: Mapping[str, str] | None 
     answer = program(sys.executable, "-P", *arguments, limit_s=limit_s, environment=environment)
     assert answer is not None, sys.executable
     return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportResult:
+    """The outcome of an import."""
+
+    error: str | None = None  # in words; None where it went well
+    version: str | None = None
+    facts: Mapping[str, Any] | None = None  # of probe.py; None of other packages, or where torch did not answer
+
+    @property
+    def works(self) -> bool:
+        return self.error is None
+
+
+def is_found(module: str) -> bool:
+    """Returns whether Python finds a module of that name; it is not imported for it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def load(name: str, modules: Sequence[str], limit_s: float = LIMIT_S) -> ImportResult:
+    """Imports a package's modules as probe.py does."""
+    answer = python("-m", "mrl.doctor.probe", name, *modules, limit_s=limit_s)
+    found: dict[str, Any] = {}
+    for entry in json_lines(answer.out):
+        found |= {key: value for key, value in entry.items() if key in ("error", "version", "facts")}
+    return ImportResult(**found) if found else ImportResult(f"its import {answer.ended}")
+
+
+def failure(error: str) -> str:
+    """Returns what an error of an import says, to append to a package's name."""
+    return f"does not load ({error})"

@@ -7,28 +7,18 @@ import dataclasses
 import os
 import platform
 import socket
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mrl
-from mrl.doctor import (
-    collectives,
-    compilers,
-    disks,
-    gpu_packages,
-    gpus,
-    known,
-    limits,
-    network,
-    packages,
-    used,
-    variables,
-)
+from mrl.doctor import collectives, gpu_packages, gpus, machine, packages, used
+from mrl.doctor.ask import ImportResult, is_found, load
 from mrl.doctor.findings import LEVELS, Finding, Level, Section, warning
-from mrl.doctor.imports import ImportResult, is_found, load
 from mrl.errors import one_line
 from mrl.mcore_models.optional import ABSENT
+from mrl.words import pluralize
 
 AT_ONCE = 6
 """Programs that are waited for at a time; most of them sleep."""
@@ -59,14 +49,7 @@ class Report:
             "seconds": round(self.seconds, 2),
             "worst": self.worst,
             "counts": {level: sum(one.level == level for one in self.findings) for level in LEVELS},
-            "sections": [
-                {
-                    "title": section.title,
-                    "table": [list(row) for row in section.table],
-                    "findings": [dataclasses.asdict(finding) for finding in section.findings],
-                }
-                for section in self.sections
-            ],
+            "sections": [dataclasses.asdict(section) for section in self.sections],
         }
 
 
@@ -77,7 +60,9 @@ def examine(*, with_collectives: bool = False) -> Report:
         smi, torch = pool.submit(gpus.smi), _needed("torch")
         facts = torch.facts
         others = [
-            name for name in known.NEEDED_PACKAGES if name != "torch" and (torch.works or name not in known.NEED_TORCH)
+            name
+            for name in packages.NEEDED_PACKAGES
+            if name != "torch" and (torch.works or name not in packages.NEED_TORCH)
         ]
         optional = [package for package in gpu_packages.PACKAGES if package.is_present]
         choices = pool.submit(used.choices) if torch.works else None
@@ -94,13 +79,13 @@ def examine(*, with_collectives: bool = False) -> Report:
         _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
         _section(
             "Packages for GPUs and rollouts",
-            lambda: [*gpu_packages.section(loaded, gpu=gpu), compilers.c_compiler(gpu=gpu)],
+            lambda: [*gpu_packages.section(loaded, gpu=gpu), machine.c_compiler(gpu=gpu)],
         ),
         _section(used.TITLE, lambda: used.section(chosen), used.table(chosen.get("rows", ()))),
-        _section("Processors, memory and limits", limits.section),
-        _section("Disks", disks.section),
-        _section("Network", network.section),
-        _section("Environment variables", variables.section),
+        _section("Processors, memory and limits", machine.limits),
+        _section("Disks", machine.disks),
+        _section("Network", machine.network),
+        _section("Environment variables", machine.variables),
     ]
     if with_collectives and torch.works:
         sections.append(_section("Collectives", lambda: collectives.section(count)))
@@ -109,7 +94,7 @@ def examine(*, with_collectives: bool = False) -> Report:
 
 def _needed(name: str) -> ImportResult:
     """Returns the import of a package that runs need."""
-    modules = known.NEEDED_PACKAGES[name]
+    modules = packages.NEEDED_PACKAGES[name]
     return load(name, modules) if is_found(modules[0].partition(".")[0]) else ImportResult(ABSENT)
 
 
@@ -123,3 +108,47 @@ def _section(title: str, look: Callable[[], Iterable[Finding]], table: Sequence[
         what = f"not all of this could be looked at ({type(error).__name__}: {one_line(error, 300)}): a fault of mrl"
         findings.append(warning(f"unseen.{title}", what, "report it with the output of `mrl doctor --json`"))
     return Section(title, findings, table)
+
+
+WIDTH = 100  # columns of the text
+LEVEL = max(len(level) for level in LEVELS) + 4
+"""Columns of a finding's level."""
+
+
+def text(report: Report) -> Iterator[str]:
+    """Yields the report as lines for a terminal."""
+    for section in report.sections:
+        yield section.title
+        if section.table:
+            yield from _table(section.table)
+        for finding in section.findings:
+            yield from _finding(finding)
+            if finding.fix:
+                yield from _wrapped(" " * LEVEL + "-> ", finding.fix)
+        yield ""
+    bad = [finding for level in ("fault", "warning") for finding in report.findings if finding.level == level]
+    counts = [pluralize(sum(f.level == level for f in bad), level) for level in ("fault", "warning")]
+    yield f"{counts[0]}, {counts[1]} ({report.seconds:.1f} s)"
+    for finding in bad:
+        yield from _finding(finding)
+
+
+def _finding(finding: Finding) -> list[str]:
+    return _wrapped(f"  {finding.level}".ljust(LEVEL), finding.what)
+
+
+def _wrapped(head: str, line: str) -> list[str]:
+    return textwrap.wrap(
+        line,
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [head]
+
+
+def _table(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

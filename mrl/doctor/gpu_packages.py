@@ -7,10 +7,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from mrl.doctor import known
+from mrl.doctor.ask import ImportResult, failure, is_found, load
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import ImportResult, failure, is_found, load
-from mrl.doctor.packages import installed_version, same_series
+from mrl.doctor.packages import installed_version, same_series, this_python, versions
 from mrl.mcore_models import optional
 from mrl.rollout.vllm_start import untested
 
@@ -99,7 +98,7 @@ def _works(package: OptionalPackage, name: str, have: str, version: str | None) 
     if package.module == VLLM:
         line = untested(version or "")
     elif package.module == TE and version is not None:
-        wanted = known.versions(known.this_python()).get(package.distribution, version)
+        wanted = versions(this_python()).get(package.distribution, version)
         line = None if same_series(version, wanted) else f"mrl is tested with {wanted}"
     if line is not None:
         return note(name, f"{have} loads; {line}", version=version)

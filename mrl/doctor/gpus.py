@@ -47,7 +47,7 @@ def smi() -> NvidiaSmi | None:
 def section(
     found: NvidiaSmi | None, torch: Mapping[str, Any] | None, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yields findings on GPUs. torch: what torch_facts.py says; None if torch does not."""
+    """Yields findings on GPUs. torch: what probe.py says; None if torch does not."""
     if found is None or found.error is not None:
         yield _without_smi(found, torch)
     else:

@@ -5,6 +5,7 @@ It prints a line of JSON with the version or the error; of torch, another one wi
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mrl.errors import one_line
 from mrl.mcore_models import optional
 
 
@@ -26,8 +28,6 @@ def main(name: str, modules: Sequence[str]) -> None:
         say({"error": f"{type(error).__name__}: {error}"})
         return
     if name == "torch":
-        from mrl.doctor.torch_facts import facts
-
         say({"facts": facts()})
 
 
@@ -49,6 +49,54 @@ def _version(name: str, modules: Sequence[str]) -> str | None:
     if found[0].__spec__ is None or found[0].__spec__.origin is None:
         raise ImportError("it is a folder of that name without code")
     return version if isinstance(version, str) else None
+
+
+def facts() -> Mapping[str, Any]:
+    """Returns what torch says of this machine, as plain data: asking about GPUs may end the process.
+
+    A fact that raises has its message under `errors`, by name.
+    """
+    import torch
+
+    errors: dict[str, str] = {}
+
+    def asked(name: str, ask: Callable[[], Any], otherwise: Any = None) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # a torch of another machine, or a driver, raises anything
+            errors[name] = one_line(f"{type(error).__name__}: {error}", 300)
+            return otherwise
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = asked("count", torch.cuda.device_count, 0)
+        gpus = [asked(f"gpu {i}", functools.partial(_gpu, i)) for i in range(count)]
+    found = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": getattr(torch.version, "hip", None),
+        "sees_gpu": asked("cuda", torch.cuda.is_available, False),
+        "count": count,
+        "gpus": [gpu for gpu in gpus if gpu is not None],
+        "cudnn": asked("cudnn", torch.backends.cudnn.version) if torch.version.cuda else None,
+        "nccl": asked("nccl", lambda: list(torch.cuda.nccl.version())) if torch.version.cuda else None,
+        "warnings": [one_line(warning.message, 300) for warning in caught],
+    }
+    if torch.version.cuda and not found["sees_gpu"]:
+        asked("init", torch.cuda.init)  # says why
+    return found | {"errors": errors}
+
+
+def _gpu(index: int) -> Mapping[str, Any]:
+    """Asks a GPU, and has it compute: a torch that is not built for its generation fails only then."""
+    import torch
+
+    of = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    ones = torch.ones(256, 256, device=torch.device("cuda", index))
+    assert float((ones @ ones).sum()) == 256.0**3, "a matrix product on it is wrong"
+    capability = torch.cuda.get_device_capability(index)
+    return {"name": of.name, "capability": list(capability), "free": free, "total": total}
 
 
 def own_output() -> Callable[[Mapping[str, Any]], None]:

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config.backends import check_supported
 from mrl.config.schema import EngineConfig, ModelConfig
-from mrl.config.supported import check_supported
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 

@@ -1,16 +1,24 @@
-"""Whether some launcher (torchrun, srun) already started this process as one rank of many."""
+"""The environment of a run's processes: the launcher that started them, and variables that are set for them.
+
+Variables of CUDA and of torch's allocator are read when a process first uses a GPU, so they are set before torch is
+asked for one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import re
+import shutil
 import socket
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 
 import psutil
 
+from mrl.config.command import Part
 from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +121,50 @@ def loopback() -> dict[str, str]:
     """Returns variables for gloo on the loopback interface. A host name may resolve to an unreachable address."""
     names = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}
+
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+BLACKWELL = 10  # the first number of its compute capability
+LIMIT_S = 30
+
+
+def variables_to_set(
+    parts: Sequence[Part], layouts: Sequence[ParallelDims], environ: Mapping[str, str], *,
+    generates: bool, generation: int | None,
+) -> dict[str, str]:  # fmt: skip
+    """Returns the variables.
+
+    generates: the run samples from models. generation: the first number of the GPUs' compute capability. None means no
+    GPU, or an unknown one; nothing is set then.
+
+    - One connection: megatron-core queues a collective of tp or cp before the product that overlaps it. Before
+      Blackwell the two start in that order only with one connection. FSDP's gathers need several, and so does an
+      expert that overlaps an exchange.
+    - Expandable segments leave fewer holes if lengths change from step to step. vLLM inside the trainer does not sleep
+      with them, and memory is not shared with a server's processes.
+    """
+    if generation is None:
+        return {}
+    variables = {}
+    megatron = all(part.engine.backend == "megatron" for part in parts)
+    beside = any(part.engine.megatron.get("moe_shared_expert_overlap") for part in parts)
+    split = any(dims.tp > 1 or dims.cp > 1 for dims in layouts)
+    if CONNECTIONS not in environ and megatron and split and not beside and generation < BLACKWELL:
+        variables[CONNECTIONS] = "1"
+    if not generates and not any(name in environ for name in ALLOCATOR):
+        variables |= dict.fromkeys(ALLOCATOR, "expandable_segments:True")
+    return variables
+
+
+def generation_of_gpus() -> int | None:
+    """Asks nvidia-smi: torch would begin to use a GPU. The lowest where there are several kinds."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return min(int(line.split(".")[0]) for line in done.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

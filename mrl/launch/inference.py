@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
+import pkgutil
 import shlex
 import sys
 import warnings
@@ -79,7 +79,7 @@ def generate(
             request = RequestConfig(
                 prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=is_greedy
             )
-            config = GenerateConfig(**_fields(keys), place=place, request=request)
+            config = GenerateConfig(**vars(keys), place=place, request=request)
             return config, ranks_here(config, place, joined, nproc)
 
     config, world_size = _by_all(joined, overrides, checked)
@@ -175,7 +175,7 @@ def _eval_config(raw: dict[str, Any], model: str, against: str | None, request: 
             dtype=raw.get("model", {}).get("dtype", other.dtype),
         )  # fmt: skip
         request = dataclasses.replace(request, against=None)
-    return EvalConfig(**_fields(keys), place=place, other=other, request=request)
+    return EvalConfig(**vars(keys), place=place, other=other, request=request)
 
 
 def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,11 +370,9 @@ def run(target: str, config: Any, world_size: int, joined: JoinedWorld | None) -
     with _said(LOADING, joined):
         from mrl.launch import local
 
-    module, _, name = target.partition(":")
-
     def here(*given: Any) -> None:
         with _said(LOADING, joined):
-            function: Callable[..., None] = getattr(importlib.import_module(module), name)
+            function: Callable[..., None] = pkgutil.resolve_name(target)
         function(*given)
 
     try:
@@ -395,8 +393,3 @@ def run(target: str, config: Any, world_size: int, joined: JoinedWorld | None) -
 
 def _said(what: str, joined: JoinedWorld | None) -> Any:
     return announce(what, shows=joined is None or joined.rank == 0, write=write_error_line)
-
-
-def _fields(config: InferenceConfig) -> dict[str, Any]:
-    """Returns the sections of a config, as they are."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

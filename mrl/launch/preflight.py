@@ -19,12 +19,11 @@ from mrl.config.checks import (
     check_replicate,
     parallel_dims,
     smallest_world,
+    streamed_keys,
 )
 from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.rows import RowsConfig, sources_of
 from mrl.config.schema import CheckpointConfig, ModelConfig
-from mrl.config.sources import FORMS, RAW_TEXT, RenderedSource
-from mrl.config.stream_checks import streamed_keys
+from mrl.config.sources import FORMS, RAW_TEXT, RenderedSource, RowsConfig, sources_of
 from mrl.config.urls import shown_url
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
@@ -99,12 +98,12 @@ def check_layout(
     here: the run is to be on this machine, whose GPUs and packages are then looked at too.
     """
     made, world_size = [], command.processes_that_train(config, world_size)
+    longest, key = command.longest(config)
+    sequences = Sequences(longest, key, packed=command.packing(config), generated=command.generates)
     for part in parts:
         with command.rewrite_error_keys(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
-            longest, key = command.longest(config)
-            packed, generated = command.packing(config), command.generates
-            check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
+            check_part(part, dims, sequences, here=here)
             # after the model: a degree that it cannot have makes replicas that no batch suffices for
             check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
         made.append(dims)
@@ -113,10 +112,8 @@ def check_layout(
     command.check_processes(config, parts, world_size)
     for part in command.parts_beside(config, parts):
         with command.rewrite_error_keys(config, part.role):
-            longest, key = command.longest(config)
-            sequences = Sequences(longest, key, packed=command.packing(config), generated=True)
             beside = parallel_dims(part.engine.parallel, command.processes_beside(config))
-            check_part(part, beside, sequences, here=here)
+            check_part(part, beside, dataclasses.replace(sequences, generated=True), here=here)
     return made
 
 
@@ -175,12 +172,6 @@ def _check_userbuffers(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -
             raise ConfigError(part.key(key), True, why, SAME_SHAPE_FIX)
 
 
-def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:
-    """Raises a UserError where a model cannot be run in a layout. here: on this machine."""
-    check_replicate(part.engine, dims.world_size)
-    _check_model(part, dims, sequences, here=here)
-
-
 def check_engines(command: TrainingCommand, config: Config) -> None:
     """Raises ConfigError if keys of an engine do not go together, before `auto` gets a number."""
     with quiet():
@@ -193,16 +184,19 @@ def check_engines(command: TrainingCommand, config: Config) -> None:
                     checks_of(part.engine.backend).check_config(part.model, part.engine)
 
 
-def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool) -> None:
-    """Raises a UserError for a config.json that the engine would refuse:
+def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:
+    """Raises a UserError where a model cannot be run in a layout, or for a config.json that the engine would refuse:
 
     - an unknown family or field
     - sizes that the layout cannot split
     - sequences longer than the model's positions
     - adapters without a module to match
 
+    here: on this machine.
+
     These imports are the slow part of a dry run, and so the last. None of them is megatron.
     """
+    check_replicate(part.engine, dims.world_size)
     with quiet():
         from mrl.engine.registry import checks_of
         from mrl.weights.companions import companion_files
@@ -332,7 +326,8 @@ def check_data(data: RowsConfig) -> None:
         if "://" in value:
             if key in streamed:
                 continue  # one process of the run looks: this machine may have no network
-            raise _not_downloaded(key, value)
+            fix = "give a copy on this machine, or for training set stream to true to read it meanwhile"
+            raise DataError(key, quoted(shown_url(value)), "is a URL, which is not downloaded", fix)
         if _is_missing(value):
             raise DataError(key, quoted(value), "does not exist", f"give {FORMS}")
     templates = {"data.chat_template": data.chat_template}
@@ -342,12 +337,6 @@ def check_data(data: RowsConfig) -> None:
     for key, template in templates.items():
         if template not in (None, RAW_TEXT) and not os.path.isfile(template):
             raise DataError(key, quoted(template), "does not exist", "give a Jinja file, or none")
-
-
-def _not_downloaded(key: str, url: str) -> DataError:
-    """Returns the line on a URL whose rows are not streamed."""
-    fix = "give a copy on this machine, or for training set stream to true to read it meanwhile"
-    return DataError(key, quoted(shown_url(url)), "is a URL, which is not downloaded", fix)
 
 
 def paths_of(data: RowsConfig) -> Iterator[tuple[str, str]]:

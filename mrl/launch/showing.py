@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import os
+import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from mrl.config.checks import streamed_keys
 from mrl.config.command import RowsRunConfig, TrainingCommand, command_of_data, record
 from mrl.config.keys import value_at, walk_keys
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.rm import FORMAT_OF
-from mrl.config.stream_checks import streamed_keys
 from mrl.errors import ConfigError, DataError, ModelError
 from mrl.launch import preflight
 from mrl.words import pluralize
@@ -139,8 +139,7 @@ def _sets(
     from mrl.weights.hub import model_folder
 
     assert command.task is not None
-    module, _, name = command.task.partition(":")
-    task = getattr(importlib.import_module(module), name)(config)
+    task = pkgutil.resolve_name(command.task)(config)
     model = next(iter(command.parts(config))).model
     folder = model_folder(model.path, weights=False)
     tokenizer_alone = os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json"))
@@ -222,7 +221,9 @@ class OpenRows:
         for row in itertools.islice(self._rows(Report()), rows):
             yield ""
             yield from self._row(row, by_token, coloured)
-        every = self._every_row(report) if count else self._rows(report)
+        every = self._rows(report)
+        if count and self.shares:  # in the order of the files
+            every = self._loaded(range(len(self.dataset)), report)
         for row in itertools.islice(every, None if count else max(rows, SAMPLE)):
             sequences = sequences_of(row.item)
             for name in {"", row.source}:
@@ -283,10 +284,6 @@ class OpenRows:
                 is_over = number + report.skipped + report.dropped >= len(self.dataset)
             if is_over or (source.mixer is not None and source.mixer.all_sources_over(taken.progress.sources)):
                 return
-
-    def _every_row(self, report: Any) -> Iterator[Row]:
-        """Yields every used row. Rows of mixed sources come in the order of the files."""
-        return self._loaded(range(len(self.dataset)), report) if self.shares else self._rows(report)
 
     def _loaded(self, rows: Iterable[int], report: Any) -> Iterator[Row]:
         for row in rows:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import json
 import os
+import pkgutil
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import value_at
-from mrl.config.load import load_config, to_dict
+from mrl.config.load import dump_config, load_config, to_dict
 from mrl.errors import ConfigError, UserError
-from mrl.launch import automatic, gpu_variables, preflight, showing
-from mrl.launch.describe import describe
-from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
+from mrl.launch import automatic, preflight, showing
+from mrl.launch.environment import JoinedWorld, generation_of_gpus, interface_towards, joined_world, variables_to_set
 from mrl.launch.worker import log_path, warnings_in
 from mrl.rollout import vllm_start
 from mrl.trainers import run_lock
@@ -78,9 +77,8 @@ def start(
         write_line(note)
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if "cpu" not in preflight.devices(command, config):
-        of_gpus = gpu_variables.generation_of_gpus
-        os.environ |= gpu_variables.variables_to_set(
-            parts, layouts, os.environ, generates=command.generates, generation=of_gpus
+        os.environ |= variables_to_set(
+            parts, layouts, os.environ, generates=command.generates, generation=generation_of_gpus()
         )
     if joined is not None:
         join(joined)
@@ -104,15 +102,25 @@ def _show(
     """Prints the lines of a dry run. saved: where the run would resume."""
     preflight.check_code(command, config)
     notes = showing.notes(command, config)
-    for line in describe(command, config, parts, layouts):
-        print(line, flush=True)
+    lines = [*_notes(parts, layouts), *preflight.position_notes(command, config, parts)]
+    lines += command.describe(config, parts, layouts)
     if saved is not None:
-        print(f"# {saved.message}", flush=True)
-    for note in notes:
-        print(f"# data: {note}", flush=True)
+        lines.append(saved.message)
+    print(dump_config(config), end="")
+    for line in (*lines, *(f"data: {note}" for note in notes)):
+        print(f"# {line}", flush=True)
     memory = _memory(command, config, world_size)
     if memory is not None:
         print(f"# memory: {memory}", flush=True)
+
+
+def _notes(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Iterator[str]:
+    """Yields what each part's engine says of its choices."""
+    from mrl.engine.registry import checks_of
+
+    for part, dims in zip(parts, layouts, strict=True):
+        for note in checks_of(part.engine.backend).notes_on(part.model, part.used_engine, dims, part.hf):
+            yield part.key(note)
 
 
 def _auto_of_rank_0(
@@ -251,5 +259,5 @@ def _start_processes(
 
 def trainer_of(command: TrainingCommand) -> Callable[[Any, str], None]:
     """Returns the function that trains."""
-    module, _, function = command.trainer.partition(":")
-    return getattr(importlib.import_module(module), function)
+    function: Callable[[Any, str], None] = pkgutil.resolve_name(command.trainer)
+    return function

@@ -12,10 +12,10 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import importlib
 import json
 import os
 import pathlib
+import pkgutil
 import signal
 import sys
 import threading
@@ -65,11 +65,10 @@ def run_task(task: Task, rank: int) -> Outcome:
     text = ""
     signals.ignore_after_stop()
     try:
-        module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
             config = config_of(task)
             with announce("loading PyTorch and Megatron", shows=rank == 0 and not task.quiet):
-                run = getattr(importlib.import_module(module), function)
+                run = pkgutil.resolve_name(task.target)
             run(config, task.command_line)
     except Stopped as stop:
         kind, text = "stopped", str(stop)
@@ -84,8 +83,7 @@ def run_task(task: Task, rank: int) -> Outcome:
 
 def config_of(task: Task) -> Any:
     """Returns the config of a task; the launcher has checked its keys against each other."""
-    module, _, name = task.root.partition(":")
-    root = getattr(importlib.import_module(module), name)
+    root = pkgutil.resolve_name(task.root)
     return build_section(root, task.config, "", root)
 
 

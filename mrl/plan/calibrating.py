@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from mrl.config.phases import Phase
+from mrl.config.command import Phase
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.stage_times import StageTimes, time_stage

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from mrl.algorithms.distill import TEACHER, DistillLoss
-from mrl.config.phases import Phase, Phases
+from mrl.config.command import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron import meta

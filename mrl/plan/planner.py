@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from mrl.config.checks import parallel_dims
-from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.phases import SAMPLING_RANKS, Phases
+from mrl.config.command import SAMPLING_RANKS, Config, Part, Phases, TrainingCommand
 from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
 from mrl.errors import ConfigError

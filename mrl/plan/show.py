@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from mrl.config.phases import SAMPLING_RANKS, Phase
+from mrl.config.command import SAMPLING_RANKS, Phase
 from mrl.plan import units
 from mrl.plan.memory import RolePlan
 from mrl.plan.planner import Plan

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mrl.config.serve_checks import is_loopback
+from mrl.config.serve import is_loopback
 from mrl.errors import UserError, one_line
 from mrl.serve.request_queue import (
     JSON,

@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import OptimizerConfig, RoleConfig
-from mrl.config.serve import ServeConfig
-from mrl.config.serve_checks import KEY, secret_of_clients
+from mrl.config.serve import KEY, ServeConfig, secret_of_clients
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main

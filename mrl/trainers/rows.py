@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.checks import check_schedule
+from mrl.config.checks import check_schedule, streamed_keys
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import ModelConfig
-from mrl.config.stream_checks import streamed_keys
 from mrl.data.batches import BatchSource
 from mrl.data.mixture import notes_of_rows
 from mrl.data.tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ from mrl.algorithms.preference import (
     kl_estimate,
 )
 from mrl.batch import Batch, make_batch
-from mrl.config.preference_losses import ROWS
+from mrl.config.dpo import ROWS
 from mrl.data.preferences import with_denominators
 
 COUNTS = [(2, 3), (1, 3), (4, 1), (1, 1), (3, 2), (2, 2)]  # (prompt, answer) tokens: three pairs

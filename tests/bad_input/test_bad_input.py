@@ -1,7 +1,7 @@
 """Every mistake in the tables: exit code 2, one line that names the key or file:line, nothing written but a log.
 
-To add cases, write a module with CASES beside this one and list it in DRY, where a dry run sees the mistake (of `mrl ppo` in
-DRY_PPO), or in WARM, where the trainer has to look. Dry runs are made in this process. Trainers run in forks of a process that
+A mistake that a dry run sees is a case of config_cases.py (of `mrl ppo` of ppo_cases.py). One for which the trainer has to look
+is a case of trainer_cases.py. Dry runs are made in this process. Trainers run in forks of a process that
 has imported torch, the engines and the trainers. A few cases have a process of their own, which is what a user starts.
 """
 
@@ -13,7 +13,7 @@ import shutil
 
 import pytest
 
-from tests.bad_input import answer_cases, checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
+from tests.bad_input import config_cases, ppo_cases, trainer_cases
 from tests.bad_input.mistakes import Case, Workspace, check, dry_run, run_forked, run_mrl
 from tests.tiers import slow_but
 from tests.trainers.tiny_runs import make_inputs
@@ -22,7 +22,7 @@ NO_GPU = "no gpu"
 """Where megatron has been imported without a GPU, torch counts one: this case needs a process of its own."""
 DRY = {"config": [case for case in config_cases.CASES if case.name != NO_GPU]}
 DRY_PPO = {"ppo": ppo_cases.CASES}
-WARM = {"data": data_cases.CASES, "model": model_cases.CASES, "checkpoint": checkpoint_cases.CASES}
+WARM = {"data": trainer_cases.DATA, "model": trainer_cases.MODEL, "checkpoint": trainer_cases.CHECKPOINT}
 
 
 def table(tables: dict[str, list[Case]]) -> pytest.MarkDecorator:
@@ -69,13 +69,13 @@ def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
 def test_is_refused_by_the_trainer(case: Case, inputs, tmp_path):
     workspace = Workspace(tmp_path)
     workspace.make(inputs)
-    if case in checkpoint_cases.CASES:
+    if case in trainer_cases.CHECKPOINT:
         shutil.copytree(inputs / "earlier", tmp_path / "earlier")
     check(case, workspace, run_forked)
 
 
 OF_COMMANDS = {  # command -> the name of its config, and cases
-    "dpo": ("dpo.yaml", answer_cases.DPO), "rm": ("rm.yaml", answer_cases.RM), "sft": ("config.yaml", answer_cases.SFT),
+    "dpo": ("dpo.yaml", trainer_cases.DPO), "rm": ("rm.yaml", trainer_cases.RM), "sft": ("config.yaml", trainer_cases.SFT),
 }  # fmt: skip
 QUICK = [
     ("dpo", "one row to evaluate kto on"), ("sft", "epochs that fill no batch"), ("sft", "teacher that no row may name"),
@@ -109,23 +109,17 @@ def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Worksp
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, **PPO))
 
 
-def test_what_the_ppo_cases_break_works(workspace: Workspace):
-    before = workspace.snapshot()
-    code, out, err = dry_run(workspace, **PPO)
-    assert (code, err) == (0, "")
-    assert "# actor: megatron dp1 on 1 process" in out
-    assert workspace.snapshot() == before
-
-
 def test_names_are_unique():
     for cases in (DRY | WARM | DRY_PPO).values():
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
 
 
-def test_what_the_cases_break_works(workspace: Workspace):
+@pytest.mark.parametrize(
+    "given, says", [({}, "# layout: dp1 on 1 process"), (PPO, "# actor: megatron dp1 on 1 process")]
+)
+def test_what_the_cases_break_works(workspace: Workspace, given, says):
     before = workspace.snapshot()
-    code, out, err = dry_run(workspace)
-    assert (code, err) == (0, "")
-    assert "# layout: dp1 on 1 process" in out
+    code, out, err = dry_run(workspace, **given)
+    assert (code, err) == (0, "") and says in out
     assert workspace.snapshot() == before

@@ -13,7 +13,7 @@ from mrl.algorithms.scores import ScoreLoss
 from mrl.batch import Batch
 from mrl.check.of_dpo import PreferenceOracle
 from mrl.check.of_rm import ScoreOracle
-from mrl.config.preference_losses import ROWS
+from mrl.config.dpo import ROWS
 from mrl.data.preferences import Answer, Preference, batch_of
 from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.batch import make_batch
-from mrl.config.muon import MuonConfig
 from mrl.config.schema import OptimizerConfig
+from mrl.config.sections import MuonConfig
 from tests.config.reach import Run
 from tests.engine import tiny
 

@@ -1,4 +1,4 @@
-"""Configs made of plain data and overrides, and those that are refused with one line."""
+"""Configs made of plain data and overrides, a base of each command, and those that are refused with one line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import pytest
 
 from mrl.config.load import apply_override, from_dict
 from mrl.errors import ConfigError
+from tests.bad_input.mistakes import CONFIG, DPO_CONFIG, PPO_CONFIG, RM_CONFIG, SERVE_CONFIG
 
 C = TypeVar("C")
+
+FILES = {"sft": "config.yaml", "ppo": "ppo.yaml", "dpo": "dpo.yaml", "rm": "rm.yaml", "serve": "serve.yaml"}
+BASES = {"sft": CONFIG, "ppo": PPO_CONFIG, "dpo": DPO_CONFIG, "rm": RM_CONFIG, "serve": SERVE_CONFIG}
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,3 +52,13 @@ def assert_refused(root: type, base: Mapping[str, Any], overrides: tuple[str, ..
         config_of(root, base, *overrides)
     first = caught.value.line  # that of the next ones, where a section lacks keys too, is below it
     assert says in first and str(caught.value).split("\n") == [first, *(one.line for one in caught.value.others)]
+
+
+def put(plain: dict[str, Any], path: str, value: Any) -> None:
+    """Writes a key into plain data; sections on the way are made."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not isinstance(plain.get(parent), dict):
+            plain[parent] = {}
+        plain = plain[parent]
+    plain[name] = value

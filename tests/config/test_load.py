@@ -12,17 +12,19 @@ import typing
 from collections.abc import Mapping
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.config import yaml_text
+from mrl.config.command import roots
 from mrl.config.keys import walk_keys
-from mrl.config.load import dump_config, from_dict, load_config, to_dict
+from mrl.config.load import RATES, dump_config, from_dict, load_config, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import label_of
 from mrl.config.schema import SFTConfig
 from mrl.errors import MAX_MISTAKES, ConfigError
-from tests.config.refused import dotted
+from tests.config.refused import BASES, dotted
 
 BASE = {"output_dir": "run", "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
 
@@ -283,3 +285,61 @@ def test_samples_may_be_true_or_false(given, every):
     assert made.log.samples.every == every and from_dict(to_dict(made), PPOConfig) == made
     with pytest.raises(ConfigError, match=r"^log\.samples\.evry: .*did you mean log\.samples\.every\?"):
         from_dict(PPO_BASE | {"log": {"samples": {"evry": 1}}}, PPOConfig)
+
+
+# -- learning rates where the config gives none: by command and adapters, and kept by a resume --
+
+
+def base_of(command: str, role: str, adapters: bool, tmp_path) -> dict:
+    raw = merged(json.loads(json.dumps(BASES[command])), {"output_dir": str(tmp_path / "run")})
+    lora = {"model": {"lora": {"rank": 4}}}
+    if adapters:  # over weights that other runs have, too
+        raw.get("actor", raw)["model"]["init"] = "pretrained"
+    if role == "critic":
+        raw = merged(raw, {"algorithm": {"name": "ppo"}})
+    return merged(raw, ({role: lora} if role else lora) if adapters else {})
+
+
+def with_rate(raw: dict, role: str, lr: float) -> dict:
+    optimizer = {"optimizer": {"lr": lr}}
+    return merged(raw, {role: optimizer} if role else optimizer)
+
+
+def rate(config, role: str) -> float:
+    return (getattr(config, role) if role else config).optimizer.lr
+
+
+@pytest.mark.parametrize(("command", "role", "adapters"), RATES)
+def test_each_command_has_its_rate_and_writes_it(command, role, adapters, tmp_path):
+    own, _ = RATES[command, role, adapters]
+    raw = base_of(command, role, adapters, tmp_path)
+    config = from_dict(raw, roots()[command])
+    assert rate(config, role) == own
+    written = from_dict(yaml.safe_load(dump_config(config)), roots()[command])
+    assert written == config
+    assert rate(from_dict(with_rate(raw, role, 0.5), roots()[command]), role) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("command", "role", "resume"),
+    [("dpo", "", "auto"), ("ppo", "actor", "never"), ("sft", "", "folder"), ("rm", "", "auto")],
+)
+def test_a_run_that_left_it_unset_resumes_with_its_own(command, role, resume, tmp_path):
+    raw = base_of(command, role, False, tmp_path)
+    older = from_dict(with_rate(raw, role, 3e-5), roots()[command])
+    (tmp_path / "run" / "checkpoints" / "step_1").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(older))
+    if resume == "folder":
+        raw |= {"output_dir": str(tmp_path / "next")}
+    named = str(tmp_path / "run" / "checkpoints" / "step_1") if resume == "folder" else resume
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(merged(raw, {"checkpoint": {"resume": named}})))
+    config = load_config(tmp_path / "c.yaml", (), roots()[command])
+    assert rate(config, role) == (RATES[command, role, False][0] if resume == "never" else 3e-5)
+
+
+@pytest.mark.parametrize("written", ["", "- 1\n", ": :\n"])
+def test_a_config_yaml_of_something_else_changes_no_rate(written, tmp_path):
+    raw = base_of("dpo", "", False, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(written)
+    assert from_dict(raw, roots()["dpo"]).optimizer.lr == 1e-6

@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from mrl.config.dpo import DPOConfig
+from mrl.config.dpo import ROWS, DPOConfig
 from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.config.preference_losses import ROWS
 from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, path_keys
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
@@ -102,20 +101,21 @@ def test_a_new_signature_is_no_change_and_another_query_elsewhere_is_one():
 
 
 @pytest.mark.parametrize(
-    ("sections", "key"),
+    ("command", "sections", "key"),
     [
-        ({"model": {"dtype": "float32"}}, "model.dtype"),
-        (
-            {"engine": {"megatron": {"bucket_size": 9, "moe_input_jitter_eps": 0.5}}},
-            "engine.megatron.moe_input_jitter_eps",
-        ),
+        ("sft", {"model": {"dtype": "float32"}}, "model.dtype"),
+        ("sft", {"engine": {"megatron": {"bucket_size": 9, "moe_input_jitter_eps": 0.5}}}, "engine.megatron.moe_input_jitter_eps"),
+        ("ppo", {"actor": {"model": {"dtype": "float32"}}}, "actor.model.dtype"),
+        ("ppo", {"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
+        ("ppo", {"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
+        ("ppo", {"algorithm": {"name": "grop"}}, "algorithm.name"),
     ],
-)
-def test_what_breaks_the_run_is_refused(sections, key):
-    with pytest.raises(
-        ConfigError, match=f"^{key}: value .* is not the .* that the checkpoint was saved with"
-    ) as error:
-        check_resume(plain(), plain(**sections))
+)  # fmt: skip
+def test_what_breaks_the_run_is_refused(command, sections, key):
+    make = plain if command == "sft" else plain_ppo
+    says = f"^{key}: value .* is not the .* that the checkpoint was saved with"
+    with pytest.raises(ConfigError, match=says) as error:
+        check_resume(make(), make(**sections))
     assert "\n" not in str(error.value)
     assert "with another output_dir than run" in str(error.value) and "never" not in str(error.value)
 
@@ -177,20 +177,6 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
     assert "rewards.workers: 4 at the save, 1 now" in notes
     parts = [plain_ppo(rollout={"environment": "e.py:E", "environment_parts": count}) for count in (2, 4)]
     assert check_resume(*parts) == [Change("rollout.environment_parts", 2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"actor": {"model": {"dtype": "float32"}}}, "actor.model.dtype"),
-        ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
-        ({"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
-        ({"algorithm": {"name": "grop"}}, "algorithm.name"),
-    ],
-)
-def test_ppo_what_breaks_the_run_is_refused(sections, key):
-    with pytest.raises(ConfigError, match=f"^{key}: value .* is not the .* that the checkpoint was saved with"):
-        check_resume(plain_ppo(), plain_ppo(**sections))
 
 
 GSM8K, STOP = {"name": "gsm8k"}, [f"stop {i}" for i in range(20)]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrl.config.mtp import MTPConfig
+from mrl.config.sections import MTPConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import ModelError

@@ -15,7 +15,7 @@ from mrl.data.preferences import PreferenceDataset, batch_of, with_other_answers
 from mrl.errors import DataError
 from mrl.trainers.dpo import DPOTask
 from tests.config.refused import config_of
-from tests.config.test_dpo_checks import BASE
+from tests.config.test_answers_checks import BASE
 from tests.data.tiny_tokenizers import CHATML_MARKED, STRIPS_REASONING, make_tokenizer, trained_text, turns, write_jsonl
 
 ASKED, GOOD, BAD = turns("2 + 2?"), [turns("x", "4")[1]], [turns("x", "fish")[1]]

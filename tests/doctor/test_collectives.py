@@ -5,8 +5,7 @@ import re
 import pytest
 
 from mrl.doctor import collectives
-from tests.doctor.conftest import by_name
-from tests.doctor.machines import package
+from tests.doctor.conftest import by_name, package
 
 
 @pytest.mark.nightly

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from mrl.commands.doctor import COMMAND
-from mrl.doctor import examine, known, show
+from mrl.doctor import examine, packages
 from mrl.doctor.findings import LEVELS, Finding, Section, gib
-from tests.doctor.machines import BREAKS, package
+from tests.doctor.conftest import BREAKS, package
 
 ROOT = Path(__file__).parents[2]
 TITLES = [
@@ -51,7 +51,7 @@ def findings(text):
 @pytest.mark.slow
 def test_where_much_is_broken(tmp_path):
     """Each in another way; torch among them, so that nothing can be said of what a run would use."""
-    ways = {"torch": "OSError", "wandb": "SystemExit", "rich": "abort"}  # test_imports.py has the others
+    ways = {"torch": "OSError", "wandb": "SystemExit", "rich": "abort"}  # test_packages.py has the others
     for name, kind in ways.items():
         package(tmp_path, name, BREAKS[kind][0])
     package(tmp_path, "apex", "from pyramid.config import Configurator")
@@ -124,16 +124,14 @@ def test_findings_say_what_to_do():
 def test_the_table_and_long_words_are_shown_whole():
     long = "/a/" + "b" * 120
     section = Section("Title", [Finding("a", "warning", f"see {long}", "do it")], [["model", "x"], ["dense", "y"]])
-    lines = list(show.text(examine.Report([section], 1.0, "host")))
+    lines = list(examine.text(examine.Report([section], 1.0, "host")))
     assert lines[:3] == ["Title", "  model  x", "  dense  y"] and any(long in line for line in lines)
     assert "0 faults, 1 warning (1.0 s)" in lines
 
 
 def test_the_doctor_itself_imports_no_package():
     """What looks must not end by what it looks at."""
-    code = (
-        "import sys, mrl.doctor.examine, mrl.doctor.show\nprint(sorted({name.split('.')[0] for name in sys.modules}))"
-    )
+    code = "import sys, mrl.doctor.examine\nprint(sorted({name.split('.')[0] for name in sys.modules}))"
     names = ast.literal_eval(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     )
@@ -197,7 +195,7 @@ def test_in_a_fresh_venv_without_torch(bare, tmp_path):
     assert done.returncode == 2 and done.stderr == ""
     absent = found["packages.absent"]
     assert absent["level"] == "fault"
-    assert set(absent["data"]["absent"]) == set(known.NEEDED_PACKAGES) - {"click", *known.NEED_TORCH} | {"torch"}
+    assert set(absent["data"]["absent"]) == set(packages.NEEDED_PACKAGES) - {"click", *packages.NEED_TORCH} | {"torch"}
     assert "pip install" in absent["fix"] and not [name for name in found if name.startswith("package.torch")]
     assert "click" in found["packages"]["data"], "it loads, though pip knows nothing of it"
     assert found["mrl"]["level"] == "note" and {"disk.here", "memory", "network.interfaces"} <= found.keys()

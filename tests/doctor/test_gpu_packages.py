@@ -8,8 +8,7 @@ import pytest
 
 from mrl.doctor import gpu_packages
 from mrl.mcore_models import optional
-from tests.doctor.conftest import by_name
-from tests.doctor.machines import BREAKS, distribution, package
+from tests.doctor.conftest import BREAKS, by_name, distribution, package
 
 NAMES = ["transformer-engine", "apex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "deepep", "vllm"]
 

@@ -3,8 +3,7 @@
 import pytest
 
 from mrl.doctor import gpus
-from tests.doctor.conftest import by_name
-from tests.doctor.machines import printing, program
+from tests.doctor.conftest import by_name, printing, program
 
 H100 = "{}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {}, Disabled"
 NVLINK = (

@@ -7,16 +7,15 @@ import torch
 from packaging.version import Version
 
 from mrl.config.schema import EngineConfig
-from mrl.doctor import choices, used
-from mrl.doctor.choices import MODELS
+from mrl.doctor import used
+from mrl.doctor.used import MODELS
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits
 from mrl.mcore_models.te_limits import Gpu
 from mrl.mcore_models.versions import NOT_INSTALLED
 from mrl.ops import causal, devices
 from mrl.parallel import ParallelDims
-from tests.doctor.conftest import by_name
-from tests.doctor.machines import package
+from tests.doctor.conftest import by_name, package
 
 DENSE, EXPERTS, SINKS, LATENT = MODELS
 A100, H100 = (Gpu(of, Version("2.8.3"), (9, 25, 1), Version("2.20.2")) for of in ((8, 0), (9, 0)))
@@ -39,7 +38,7 @@ NO_MODULES = {"norm": "n", "experts": None}
 
 
 def rows(modules=lambda row: NO_MODULES):
-    found = [row | ({"modules": modules(row)} if "spec" in row else {}) for row in choices.rows()]
+    found = [row | ({"modules": modules(row)} if "spec" in row else {}) for row in used.rows()]
     assert [(row["model"], row["cp"]) for row in found] == [(model, cp) for model in MODELS for cp in (1, 2)]
     return {(row["model"], row["cp"]): row for row in found}
 
@@ -123,7 +122,7 @@ def test_modules_and_optimizer_are_megatrons(monkeypatch):
 
     from mrl.engine.megatron import optim
 
-    found = rows(choices.modules)
+    found = rows(used.modules)
     assert found[DENSE, 1]["modules"] == {
         "attention": "SdpaAttention", "norm": "RMSNorm", "linear": "RowParallelLinear", "experts": None,
     }  # fmt: skip
@@ -134,7 +133,7 @@ def test_modules_and_optimizer_are_megatrons(monkeypatch):
     assert issubclass(Adam, torch.optim.AdamW)
     assert used.table(list(found.values()))[3][-2:] == ["RMSNorm", "one after another"]
     monkeypatch.setattr(devices, "capability", lambda: (9, 0))
-    found = rows(choices.modules)
+    found = rows(used.modules)
     experts = [found[model, 1]["modules"]["experts"] for model in MODELS]
     assert experts == [None, "grouped_mm", "SequentialMLP", "grouped_mm"]
     assert used.table(list(found.values()))[3][-1] == "torch's grouped_mm"

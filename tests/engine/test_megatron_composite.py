@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mrl.config.mtp import MTPConfig
 from mrl.config.schema import EngineConfig, LoraConfig, TrainedModelConfig
+from mrl.config.sections import MTPConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.engine.megatron.checks import MegatronChecks

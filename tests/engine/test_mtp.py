@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mrl.config.mtp import MTPConfig, PolicyMTPConfig
+from mrl.config.sections import MTPConfig, PolicyMTPConfig
 from mrl.convert.exporting import export_hf
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.stored_weights import stored_weights

@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.config.muon import MuonConfig
+from mrl.config.sections import MuonConfig
 from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares megatron for this machine)
 from mrl.engine.megatron.muon import orthogonalise
 from tests.engine import muon, tiny

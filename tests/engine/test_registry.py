@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from mrl.config.backends import check_supported
 from mrl.config.checks import check_backend
 from mrl.config.schema import EngineConfig, FSDPConfig, ModelConfig, ParallelConfig, RoleConfig
-from mrl.config.supported import check_supported
 from mrl.convert.sources import open_checkpoint
 from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.engine.registry import engine_class

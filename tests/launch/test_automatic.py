@@ -25,7 +25,7 @@ from mrl.config.load import load_config, read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.engine import atomic_checkpoint
 from mrl.errors import ConfigError, UserError
-from mrl.launch import automatic, gpu_variables, planning, preflight, start
+from mrl.launch import automatic, planning, preflight, start
 from mrl.launch.environment import JoinedWorld
 from mrl.rollout import vllm_start
 from mrl.trainers.run_directory import RunDirectory
@@ -369,7 +369,7 @@ def test_numbers_are_chosen_with_the_environment_of_the_run(sft, tmp_path, monke
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpu_variables, "generation_of_gpus", lambda: 9)
+    monkeypatch.setattr(start, "generation_of_gpus", lambda: 9)
     monkeypatch.setattr(planning, "resolve_auto", choose)
     with pytest.raises(KeyboardInterrupt):
         words = ["engine.device=auto", "engine.parallel.pp=1", "engine.parallel.tp=2", f"output_dir={tmp_path / 'run'}"]

@@ -10,7 +10,7 @@ import pytest
 from mrl.config.command import Part
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.launch import gpu_variables
+from mrl.launch import environment
 from mrl.launch.environment import first_host, interface_towards, joined_world, ranks_here
 from mrl.parallel import ParallelDims
 
@@ -97,7 +97,7 @@ ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 def test_variables_of_gpus(backend, degrees, environ, generates, generation, expected):
     part = Part("", ModelConfig(path="model"), EngineConfig(backend=backend))
     dims = ParallelDims(world_size=2, **degrees)
-    found = gpu_variables.variables_to_set([part], [dims], environ, generates=generates, generation=lambda: generation)
+    found = environment.variables_to_set([part], [dims], environ, generates=generates, generation=generation)
     assert found == expected
 
 
@@ -108,4 +108,4 @@ def test_the_generation_is_what_nvidia_smi_says(tmp_path, monkeypatch, says, exp
         program.write_text(f"#!/bin/sh\nprintf '{says}'\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_variables.generation_of_gpus() == expected
+    assert environment.generation_of_gpus() == expected

@@ -19,7 +19,7 @@ from mrl.launch import preflight
 from mrl.trainers import run_lock, used_folder
 from mrl.trainers.run_directory import RunDirectory
 from tests.bad_input.mistakes import MODEL
-from tests.config.bases import BASES
+from tests.config.refused import BASES
 from tests.config.test_load import merged
 
 RUN_ALL = """

@@ -161,7 +161,7 @@ def of_one_size(case: Case) -> list[tuple[int, list[int]]]:
 
 def sampling_of_one_size(case: Case) -> list[list[int]]:
     """Bytes of hidden states that the chunks of each stage send on for prompts that together have more places."""
-    from mrl.config.phases import Phase, Phases
+    from mrl.config.command import Phase, Phases
     from mrl.plan.gpus import gpu_of
     from mrl.plan.memory import plan_role
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mrl.config.phases import Phase, Phases
+from mrl.config.command import Phase, Phases
 from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RoleConfig
 from mrl.engine.fsdp.shapes import Shape
 from mrl.engine.megatron import meta

@@ -2,7 +2,7 @@
 
 Each case resumes a new run from a checkpoint in which one thing is wrong that only a load finds, on both engines. Tables of
 the others: tests/engine/test_checkpoint.py (the folder), tests/engine/test_contract.py (another model, on every rank) and
-tests/bad_input/checkpoint_cases.py (the command line).
+tests/bad_input/trainer_cases.py (the command line).
 """
 
 import functools

@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mrl.config.muon import MuonConfig
+from mrl.config.sections import MuonConfig
 from mrl.engine.megatron.buckets import ranges_of_ranks
 from mrl.weights.rules import Rule
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -78,11 +77,10 @@ def _check_unused(options: SlurmConfig, reads: Collection[str], given: Collectio
             )
     if "server_command" in reads:
         return
-    for field in dataclasses.fields(options.servers):
-        value = getattr(options.servers, field.name)
-        if f"servers.{field.name}" in given or (field.name == "nodes" and value):
+    for name, value in vars(options.servers).items():
+        if f"servers.{name}" in given or (name == "nodes" and value):
             raise ConfigError(
-                f"slurm.servers.{field.name}",
+                f"slurm.servers.{name}",
                 value,
                 f"is not used by the template {options.template}",
                 "give --template hetero",

@@ -72,8 +72,8 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     row = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     steps = _length(run_dir / "config.yaml")
     done = f"step {row['step']:.0f}" + (f" of {steps}" if steps else "")
-    shown = ", ".join(f"{name} {row[name]:.4g}" for name in STATUS_METRICS if name in row)
-    line = f"  {run_dir}: {done}, {shown}" if shown else f"  {run_dir}: {done}"
+    shown = [f"{name} {row[name]:.4g}" for name in STATUS_METRICS if name in row]
+    line = f"  {run_dir}: {', '.join([done, *shown])}"
     step_s = step_seconds(run_dir) if running and steps else None
     if steps and step_s is not None:
         line += f"; about {in_words((steps - row['step']) * step_s)} left"

@@ -84,7 +84,11 @@ class Job:
         - A copy of the folder has the record too.
         - Slurm may have given the id to another job since.
         """
-        return any(_is_same(folder, slurm_dir) for folder in self._folders)
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                if folder.samefile(slurm_dir):
+                    return True
+        return False
 
     @property
     def _folders(self) -> list[pathlib.Path]:
@@ -92,12 +96,6 @@ class Job:
         log = self.fields.get("StdOut", "")
         names = (log, log.replace("%%", "%"), self.fields.get("Command", ""))  # Slurm shows the log's pattern
         return [pathlib.Path(name).parent for name in names if name.startswith("/")]
-
-
-def _is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
-    with contextlib.suppress(OSError):
-        return one.samefile(other)
-    return False
 
 
 def known(job_id: str) -> list[Job]:

@@ -191,14 +191,13 @@ def _check_repeated(line: str) -> None:
 
 def _check_text(section: Any, path: str) -> None:
     """Refuses line breaks: they would end an #SBATCH line. Refuses empty values: they mean nothing to Slurm."""
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+    for name, value in vars(section).items():
         several = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
         for text in several:
             empty = isinstance(text, str) and not text.strip() and not isinstance(value, dict)
             if isinstance(text, str) and ("\n" in text or "\0" in text or empty):
                 what = "is empty" if empty else "has a line break or NUL"
-                raise ConfigError(f"{path}.{field.name}", text, what, "give one line of text, or leave it out")
+                raise ConfigError(f"{path}.{name}", text, what, "give one line of text, or leave it out")
 
 
 _TIME = re.compile(

@@ -1,4 +1,4 @@
-"""Templates of job scripts, and the script that one becomes.
+"""Templates of job scripts, the script that one becomes, and the command of an inference server in it.
 
 A template gets the names of `variables_of`. Jinja's StrictUndefined is on: a name that is none of them is an error.
 """
@@ -20,6 +20,7 @@ import jinja2
 import jinja2.meta
 
 from mrl import __version__
+from mrl.config.command import Server
 from mrl.errors import ConfigError
 from mrl.launch.slurm.options import SAME_NAMES, TEMPLATE_NAMES, SlurmConfig
 
@@ -127,11 +128,10 @@ def _own_template(path: str) -> Any:
 def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
     """Returns what templates may read: the keys of SlurmConfig, and what is derived from them and the job."""
     in_image = options.image is not None  # `check_template` refuses it where the template has no use for it
-    keys = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     mounts = [
         f"{folder}:{folder}" for folder in dict.fromkeys((job.work_dir, job.output_dir, os.path.dirname(job.config)))
     ]
-    return keys | {
+    return vars(options) | {
         "title": _one_line(f"mrl {job.command} {shlex.quote(job.config)}"),
         "version": __version__,
         "run_dir": job.output_dir,
@@ -238,3 +238,21 @@ def sbatch_quote(value: str) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.splitlines())
+
+
+def server_command(server: Server, options: SlurmConfig) -> str:
+    """Returns shell lines that become one server, on all GPUs of its node."""
+    servers = options.servers
+    gpus = options.servers_gpus
+    model, length = server.model, server.max_length
+    if server.kind == "sglang":
+        words = ["sglang.launch_server", "--model-path", model.path, "--context-length", str(length)]
+        words += ["--enable-deterministic-inference", *(["--tp-size", str(gpus)] if gpus > 1 else [])]
+    else:
+        log_probs = "raw_logprobs" if server.temperature == 1 else "processed_logprobs"
+        words = ["vllm.entrypoints.openai.api_server", "--model", model.path, "--max-model-len", str(length)]
+        words += ["--logprobs-mode", log_probs, *(["--tensor-parallel-size", str(gpus)] if gpus > 1 else [])]
+    words += ["--dtype", model.dtype, "--host", "0.0.0.0"]
+    switch = "export VLLM_SERVER_DEV_MODE=1\n" if server.kind == "vllm" else ""
+    start = f'{shlex.join([servers.python, "-m", *words])} --port "$MRL_SERVER_PORT"'
+    return f"{switch}exec {' '.join([start, *map(shlex.quote, servers.arguments)])}"

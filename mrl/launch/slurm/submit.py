@@ -1,4 +1,4 @@
-"""From a config to a script, and from a script to a job in the queue."""
+"""From a profile and a config to a script, and from a script to a job in the queue."""
 
 from __future__ import annotations
 
@@ -7,18 +7,49 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from mrl.config import command as commands
+from mrl.config.build import build_section
 from mrl.config.command import Config
-from mrl.config.load import dump_config, load_config
+from mrl.config.load import dump_config, load_config, read_yaml
 from mrl.config.urls import write_text
 from mrl.errors import ConfigError, quoted, unwritable
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import check_job, check_template
-from mrl.launch.slurm.options import SlurmConfig
-from mrl.launch.slurm.render import TASK_ID, Job, render
-from mrl.launch.slurm.servers import server_command
+from mrl.launch.slurm.options import DEFAULT_PROFILE, Profile, SlurmConfig, check_options
+from mrl.launch.slurm.render import TASK_ID, Job, render, server_command
+
+
+def load_options(profile: str | None, given: Mapping[str, Any]) -> SlurmConfig:
+    """Returns the profile's `slurm:` block with `given` (keys of SlurmConfig, dotted below servers) over it, checked.
+
+    profile: None is DEFAULT_PROFILE, which need not exist. Lists and mappings are added to the profile's.
+    """
+    path = pathlib.Path(profile or DEFAULT_PROFILE).expanduser()
+    raw = read_yaml(path) if profile is not None or path.is_file() else {}
+    block = dict(raw.get("slurm") or {}) if isinstance(raw.get("slurm") or {}, Mapping) else raw["slurm"]
+    if isinstance(block, dict):
+        for name, value in given.items():
+            _put(block, name, value)
+        raw = {**raw, "slurm": block}
+    options = build_section(Profile, raw, "", Profile).slurm
+    check_options(options)
+    return options
+
+
+def _put(block: dict[str, Any], name: str, value: Any) -> None:
+    section, dot, last = name.partition(".")
+    if dot:
+        below = block[section] = dict(block.get(section) or {})
+        _put(below, last, value)
+    elif isinstance(value, list) and isinstance(block.get(name), list):
+        block[name] = [*block[name], *value]
+    elif isinstance(value, dict) and isinstance(block.get(name), dict):
+        block[name] = {**block[name], **value}
+    else:
+        block[name] = value
 
 
 @dataclasses.dataclass(frozen=True)

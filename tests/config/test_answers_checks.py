@@ -1,4 +1,4 @@
-"""The keys of preference training: what null stands for, and contradictions, each refused in one line."""
+"""The keys of preference training and reward models: what null stands for, and contradictions, each refused in one line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import pytest
 
 from mrl.commands.dpo import COMMAND
-from mrl.config.dpo import DPOConfig
-from mrl.config.preference_losses import LOSSES
+from mrl.commands.rm import COMMAND as RM
+from mrl.config.dpo import ROWS, DPOConfig
+from mrl.config.rm import RMConfig
 from mrl.parallel import ParallelDims
 from tests.config.refused import assert_refused, config_of
 
@@ -81,7 +82,7 @@ def test_contradictions_are_one_line(overrides, says):
     assert_refused(DPOConfig, BASE, overrides, says)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ROWS)
 def test_null_is_the_number_of_the_losss_row(name):
     loss = made(f"loss.name={name}").loss
     assert loss.resolved["beta"] == {"simpo": 2.0}.get(name, 0.1)
@@ -97,9 +98,9 @@ def test_whole_texts_may_be_rows_of_one_source():
 
 
 def test_which_losses_need_a_reference_and_pairs():
-    configs = {name: made(f"loss.name={name}") for name in LOSSES}
+    configs = {name: made(f"loss.name={name}") for name in ROWS}
     assert {name for name, c in configs.items() if c.loss.needs_reference} == {"dpo", "ipo", "kto"}
-    assert {name for name, c in configs.items() if c.group == 2} == set(LOSSES) - {"kto"}
+    assert {name for name, c in configs.items() if c.group == 2} == set(ROWS) - {"kto"}
     assert not made("loss.reference_free=true").loss.needs_reference
 
 
@@ -158,3 +159,62 @@ def test_a_dry_run_says_the_loss_with_its_numbers_and_where_the_reference_is():
         lines("reference.cache=true")[-2] == "reference: its log-probs of all rows are computed before the first step"
     )
     assert lines("loss.name=simpo")[1:3] == ["loss: simpo (beta 2.0, gamma 1.0, sft_weight 0.0)", "reference: none"]
+
+
+# -- reward models --
+
+RM_BASE = {
+    "output_dir": "runs/rm",
+    "model": {"path": "model"},
+    "loss": {"name": "bradley_terry"},
+    "data": {"train": "pairs.jsonl", "max_length": 100},
+    "train": {"steps": 10, "global_batch_size": 8},
+}
+STEPS, GRADED = ("loss.name=steps",), ("loss.name=regression",)
+
+
+made_rm = functools.partial(config_of, RMConfig, RM_BASE)
+
+
+REFUSED_RM = [
+    (("model.mtp.detach=true",), "model.mtp.detach: value true is given to an unknown key; leave it out: MTP layers"),
+    ((*STEPS, "loss.centering=0.1"), "loss.centering: value 0.1 is not read by loss steps"),
+    (("data.format=steps",), 'data.format: value "steps" is no form of row for loss.name bradley_terry; set loss.name'),
+    ((*GRADED, "data.format=preference"), "set loss.name to bradley_terry, or data.format to graded"),
+    (
+        ('data.prompt_end="A:"', "data.turns={user: 'U:', assistant: 'A:'}"),
+        'data.prompt_end: value "A:" is of raw text',
+    ),
+    (
+        (*GRADED, "data.prompt_end=x"),
+        'data.prompt_end: value "x" is of the format preference, and rows have the format',
+    ),
+    ((*GRADED, "data.step_separator=x"), 'data.step_separator: value "x" is not used by loss.name regression'),
+    ((*STEPS, "engine.micro_batch.tokens=99"), "engine.micro_batch.tokens: value 99 is less than data.max_length 100"),
+    (("train.epochs=1",), "train.steps: value 10 is given together with train.epochs 1"),
+    (("model.lora.rank=4", "model.init=random"), 'model.init: value "random" makes a base that no other run has'),
+]
+
+
+@pytest.mark.parametrize("overrides, says", REFUSED_RM, ids=[" ".join(o) for o, _ in REFUSED_RM])
+def test_contradictions_of_reward_models_are_one_line(overrides, says):
+    assert_refused(RMConfig, RM_BASE, overrides, says)
+
+
+def test_a_micro_batch_holds_a_pair_or_one_answer():
+    assert made_rm("engine.micro_batch.tokens=200").longest_group[0] == 200 and made_rm().group == 2
+    single = made_rm(*STEPS, "engine.micro_batch.tokens=100", "data.step_separator=x")
+    assert (single.longest_group[0], single.group) == (100, 1)
+
+
+def test_a_dry_run_says_the_loss_its_micro_batches_and_the_length():
+    def lines(*overrides: str) -> list[str]:
+        config = made_rm(*overrides)
+        return RM.describe(config, RM.parts(config), [ParallelDims(world_size=2, tp=2, etp=2)])
+
+    assert lines("loss.centering=0.5") == [
+        "layout: tp2 on 2 processes", "micro-batch: up to 4096 tokens", "loss: bradley_terry (centering 0.5)",
+        "length: 10 steps of 8 rows a step",
+    ]  # fmt: skip
+    single = lines(*STEPS, "engine.micro_batch.size=3", "data.packing=false", "train.steps=null", "train.epochs=1")
+    assert single[1:] == ["micro-batch: 3 sequences", "loss: steps", "length: 1 epoch of 8 rows a step"]
