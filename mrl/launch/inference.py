@@ -28,6 +28,7 @@ from mrl.config.inference import (
     check_inference,
     refuse_row_keys,
 )
+from mrl.config.keys import value_kind
 from mrl.config.load import apply_override
 from mrl.config.ppo import DEFAULT_CACHE
 from mrl.config.ppo_checks import check_inside, check_stop_tokens
@@ -183,6 +184,10 @@ def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, 
     raw: dict[str, Any] = {}
     for override in overrides:
         apply_override(raw, override)
+    for name in ("data", "model", "rollout", "engine"):
+        if not isinstance(raw.get(name, {}), Mapping):
+            why = f"is {value_kind(raw[name])}"
+            raise ConfigError(name, raw[name], why, f"give keys of it, as in {name}.KEY=VALUE")
     given = {override.partition("=")[0] for override in overrides}
     for key, value in options.items():
         if value is None or value == ():

@@ -298,6 +298,7 @@ REFUSED = {
     "unknown key": (("--prompt", "x", "rollout.temprature=1"), "did you mean rollout.temperature?"),
     "greedy and a temperature": (("--prompt", "x", "--greedy", "--temperature", "0.5"), "rollout.temperature: value 0.5 has no effect"),
     "greedy samples": (("--prompt", "x", "--temperature", "0", "--samples", "2"), "rollout.samples_per_prompt: value 2 has no effect with --greedy, by which all"),
+    "no section": (("--prompt", "x", "--greedy", "rollout=3"), "rollout: value 3 is a whole number; give keys of it"),
     "twice": (("--prompt", "x", "--top-k", "5", "rollout.top_k=4"), "rollout.top_k: is given by KEY=VALUE and by an option"),
     "no number": (("--prompt", "x", "--temperature", "hot"), "Invalid value for '--temperature': 'hot' is not a valid float"),
     "score without rows": (("--prompt", "x", "--score"), "--score: reads rows with completions"),
