@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from mrl.check.bounds import BOUNDS
+from mrl.check.compare import BOUNDS
 from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
 from mrl.doctor.examine import examine
 from mrl.errors import UserError

@@ -17,17 +17,15 @@ from torch import Tensor
 from mrl.check import cut as cuts
 from mrl.check import layouts as words
 from mrl.check import reference
-from mrl.check.bounds import BOUNDS
 from mrl.check.command import CommandCheck, checked_of
+from mrl.check.compare import BOUNDS, LayoutComparison, Problem, Undecided, clue, problems, undecided
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import LayoutComparison, LayoutWork, StepNumbers, numbers_file
+from mrl.check.measure import LayoutWork, StepNumbers, Task, numbers_file, result_file, work_file
 from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
-from mrl.check.verdict import Problem, Undecided, clue, problems, undecided
-from mrl.check.worker import Task, result_file, work_file
 from mrl.config.command import TrainingCommand, all_training, command_of_data
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.schema import MicroBatchConfig
@@ -387,7 +385,7 @@ class Session:
         """Returns what ended the processes before their time."""
         task = Task(folder=str(self.place), numbers=tuple(item.number for item in group))
         try:
-            launch("mrl.check.worker:run", task, "", processes, quiet=True)
+            launch("mrl.check.measure:run", task, "", processes, quiet=True)
         except (UserError, RankFailed) as error:
             return str(error)
         return None

@@ -10,24 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.check.bounds import BOUNDS
 from mrl.check.compare import (
+    BOUNDS,
+    LayoutComparison,
     TensorErrors,
     TensorMismatch,
+    clue,
     factor_of,
     is_sure,
+    problems,
     relative_l2,
     tensor_errors,
     update_error,
 )
 from mrl.check.folder import CheckedModel
 from mrl.check.layouts import named
-from mrl.check.measure import LayoutComparison
+from mrl.check.measure import result_file
 from mrl.check.report import Terminal, summary
 from mrl.check.rows import Rows
 from mrl.check.run import CheckOptions, CheckRow, Item, Listener, Report, Session
-from mrl.check.verdict import clue, problems
-from mrl.check.worker import result_file
 from mrl.commands.sft import SFT
 from mrl.config.schema import ParallelConfig
 from mrl.weights.json_file import plain_data

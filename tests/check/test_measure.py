@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mrl.check.verdict import clue
+from mrl.check.compare import clue
 from tests.check import works
 from tests.engine.harness import run_case
 from tests.tiers import in_tiers, nightly_but

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.check import reference, routers, verdict
+from mrl.check import compare, reference, routers
 from tests.check import works
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -61,6 +61,6 @@ def torn(tmp_path_factory) -> works.Checked:
 def test_another_choice_of_experts_is_told_from_a_fault(torn, fault, excused):
     found, differ = run_case(1, MEASURED, work=torn.work(), fault=fault)
     assert found.log_probs > 1e-2 and differ[0].quantity == "log-probs"
-    assert (verdict.undecided(found, differ) is not None) is excused
+    assert (compare.undecided(found, differ) is not None) is excused
     assert (found.decided_log_probs < 1e-5) is excused
     assert 0 < torn.undecided.sum() < len(torn.undecided)

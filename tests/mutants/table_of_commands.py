@@ -12,13 +12,13 @@ CHECK = (
         ("        return math.inf\n    return 0.0 if difference", "        return 0.0\n    return 0.0 if difference"),
     ),
     *_of(
-        "check/verdict.py",
+        "check/compare.py",
         "check/test_compare.py",
         ("    if error <= bound:\n", "    if error <= 10 * bound:\n"),
         ("if not (errors.over or errors.missing or errors.unexpected):", "if not errors.over:"),
     ),
     *_of(
-        "check/bounds.py",
+        "check/compare.py",
         "check/test_compare.py",
         ("times = max(1.0, UNSURE", "times = max(0.0, UNSURE"),
         ("certain=times * self.gradients > self.most,", "certain=False,"),
