@@ -11,10 +11,9 @@ from torch.nn.functional import logsigmoid
 
 from mrl.algorithms.preference import with_reference
 from mrl.check import reference
-from mrl.check.command import CommandCheck
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import MIN_TOKENS, Rows, counted, first_items, shortened
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.dpo import DPOConfig
 from mrl.data.dataset import Example

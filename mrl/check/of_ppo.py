@@ -14,11 +14,10 @@ import torch
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.check import reference
-from mrl.check.command import CommandCheck
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.folder import CheckedModel
 from mrl.check.reference import TokenWeights
 from mrl.check.rows import Rows, counted
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES, role_configs

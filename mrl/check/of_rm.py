@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrl.check import reference
-from mrl.check.command import CommandCheck
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import MIN_TOKENS, Rows, counted, first_items
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.rm import RMConfig
 from mrl.data.dataset import Example

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from mrl.algorithms.sft import sft_loss
 from mrl.check import reference
-from mrl.check.command import CommandCheck
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import Rows, first_rows
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.schema import SFTConfig
 from mrl.trainers.sft import SFTTask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,18 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrl.check import cut as cuts
-from mrl.check import layouts as words
 from mrl.check import reference
-from mrl.check.command import CommandCheck, checked_of
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.compare import BOUNDS, LayoutComparison, Problem, Undecided, clue, problems, undecided
-from mrl.check.folder import CheckedModel, make_folder
-from mrl.check.layouts import Layout
-from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
+from mrl.check.folder import CheckedModel, make_folder, parse_cut
+from mrl.check.layouts import Layout, Machine, choose_cut, layouts_of_config, machine, parse_layouts, size_of_batch
 from mrl.check.measure import LayoutWork, StepNumbers, Task, numbers_file, result_file, work_file
 from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
-from mrl.check.subject import Subject
 from mrl.config.command import TrainingCommand, all_training, command_of_data
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.schema import MicroBatchConfig
@@ -198,7 +195,8 @@ class Session:
         self, asked: CheckOptions, command: TrainingCommand, config: Any, place: Path, listener: Listener
     ) -> None:  # fmt: skip
         self.asked, self.command, self.config, self.place, self.listener = asked, command, config, place, listener
-        self.checked: CommandCheck[Any] = checked_of(command)
+        assert command.checked is not None, command.name
+        self.checked: CommandCheck[Any] = pkgutil.resolve_name(command.checked)
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
         self.models: dict[str, CheckedModel] = {}  # of each role
@@ -216,8 +214,8 @@ class Session:
         if on.note:
             self.header("device", on.note)
         own, config = subject.config.engine.parallel, subject.config
-        named = None if self.asked.layouts == "auto" else words.named(self.asked.layouts, own)
-        cut = cuts.parse(self.asked.cut)
+        named = None if self.asked.layouts == "auto" else parse_layouts(self.asked.layouts, own)
+        cut = parse_cut(self.asked.cut)
         if cut is None:
             cut = choose_cut(read_json(Path(config.model.path, "config.json")), config.head, named, on)
         model = make_folder(
@@ -289,7 +287,7 @@ class Session:
             return None
 
         if named is None:
-            return words.of_config(engine.parallel, most=on.processes, fits=lambda layout: refusal(layout) is None)
+            return layouts_of_config(engine.parallel, most=on.processes, fits=lambda layout: refusal(layout) is None)
         for layout in named:
             if layout.processes > on.processes:
                 why = f"{layout} needs {layout.processes} processes, and {on.processes} run here at a time"

@@ -24,7 +24,7 @@ from mrl.check.compare import (
     update_error,
 )
 from mrl.check.folder import CheckedModel
-from mrl.check.layouts import named
+from mrl.check.layouts import parse_layouts
 from mrl.check.measure import result_file
 from mrl.check.report import Terminal, summary
 from mrl.check.rows import Rows
@@ -219,7 +219,7 @@ def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
     """As where one that is not the main one ends while the others have done all of their work."""
     session = Session(CheckOptions(config_path="sft.yaml"), SFT, None, tmp_path, Listener())
     session.rows = Rows([], [], tiny.uneven_batch(sequences=3), "")
-    [layout] = named("tp2", ParallelConfig())
+    [layout] = parse_layouts("tp2", ParallelConfig())
     items = [
         Item(i, SimpleNamespace(part=SimpleNamespace(role=""), config=SimpleNamespace(head="lm")), layout, None)
         for i in range(2)
