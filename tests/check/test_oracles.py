@@ -11,8 +11,7 @@ from torch import Tensor
 from mrl.algorithms.preference import LossSettings, PreferenceLoss, with_reference
 from mrl.algorithms.scores import ScoreLoss
 from mrl.batch import Batch
-from mrl.check.of_dpo import PreferenceOracle
-from mrl.check.of_rm import ScoreOracle
+from mrl.check.steps import PreferenceOracle, ScoreOracle
 from mrl.config.preference_losses import ROWS
 from mrl.data.preferences import Answer, Preference, batch_of
 from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 
 import pytest
 import torch
 
-from mrl.check.command import checked_of
 from mrl.check.folder import CheckedModel
-from mrl.check.of_sft import CHECKED
 from mrl.check.rows import Rows, first_rows, shortened
 from mrl.check.run import read_config
+from mrl.check.steps import SFT
 from mrl.config.command import Part
 from mrl.config.load import from_dict
 from mrl.config.schema import OneTeacherConfig, TeacherConfig, TeacherModelConfig
@@ -96,9 +96,9 @@ def test_a_teacher_is_left_out_and_that_is_said(config):
         config, teacher=TeacherConfig(model=one.model, others={"math": one}),
         data=dataclasses.replace(config.data, teacher="math"),
     )  # fmt: skip
-    [subject] = CHECKED.subjects(own, [Part("", own.model, own.engine)], {"": own.model.path})
+    [subject] = SFT.subjects(own, [Part("", own.model, own.engine)], {"": own.model.path})
     made = CheckedModel(own.model.path, 0, "pretrained", "")
-    rows = CHECKED.rows(own, subject, made, sequences=2, length=64, device="cpu")
+    rows = SFT.rows(own, subject, made, sequences=2, length=64, device="cpu")
     assert rows.words.endswith("; the loss is that of labels alone, without the teacher")
 
 
@@ -107,7 +107,7 @@ def test_rows_of_answers(name, tmp_path):
     """As engines take them and as the reference does; a long answer is cut, and a pair keeps both of its answers."""
     make_configs(tmp_path)
     command, config = read_config(str(tmp_path / f"{name}.yaml"), ["model.lora=null"])
-    checked, folder = checked_of(command), str(tmp_path / "model")
+    checked, folder = pkgutil.resolve_name(command.checked), str(tmp_path / "model")
     [subject] = checked.subjects(
         config, [Part("", config.model, config.engine, optimizer=config.optimizer)], {"": folder}
     )
