@@ -18,6 +18,7 @@ from mrl.launch.preflight import quiet
 from mrl.trainers.run_directory import git_states, versions
 from mrl.trainers.waits import WaitWatch
 from mrl.weights.json_file import plain_data
+from mrl.words import pluralize
 
 WIDTH = 100
 MIN_SHARE = 0.05
@@ -129,7 +130,7 @@ def summary(report: Report) -> str:
     if report.nothing:
         parts.append(f"NOTHING COULD BE COMPARED of {', '.join(report.nothing)}")
     if report.same and not report.wrong:
-        parts.append(f"the same: {len(report.same)} {'row' if len(report.same) == 1 else 'rows'}")
+        parts.append(f"the same: {pluralize(len(report.same), 'row')}")
     return "; ".join(parts)
 
 

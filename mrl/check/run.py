@@ -34,6 +34,7 @@ from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
 from mrl.weights.hub import model_folder
 from mrl.weights.json_file import read_json
+from mrl.words import pluralize
 
 B_SCALE = 0.05
 """Deviation of what adapters start from: with B at zero, A would have no gradient."""
@@ -368,7 +369,7 @@ class Session:
             group = [item for item in together if self._has_reference(item)]
             while group:
                 shown, count = ", ".join(item.name for item in group), group[0].layout.processes
-                self.listener.doing(f"running {shown} on {count} {'process' if count == 1 else 'processes'}")
+                self.listener.doing(f"running {shown} on {pluralize(count, 'process', 'processes')}")
                 failed = self._launch(group, count)
                 group = self._collect(group, failed)
 

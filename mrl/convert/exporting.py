@@ -15,8 +15,7 @@ from typing import Any
 
 import mrl
 from mrl.convert.adapters import MergedReader
-from mrl.convert.opening import open_adapter
-from mrl.convert.sources import HFFiles, Source, open_checkpoint
+from mrl.convert.sources import HFFiles, Source, open_adapter, open_checkpoint
 from mrl.convert.workspace import Progress, Workspace, check_free, silent, write_tensors
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
 from mrl.errors import CheckpointError

@@ -16,14 +16,14 @@ from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
-from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
+from mrl.convert.adapters import SavedAdapters, merge_adapter_folder, merge_checkpoint_adapters, saved_adapters
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
-from mrl.weights.adapter_folder import is_adapter, merged_place
+from mrl.weights.adapter_folder import base_of, is_adapter, merged_place
 from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import family_for, family_of
@@ -35,7 +35,7 @@ from mrl.weights.mtp import OWN_COUNT, mtp_layers, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader
-from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, read_header_text
+from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, main_dtype, read_header_text
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -355,3 +355,26 @@ def _model_of(
 
     key = "--model" if model is not None else f"{file}: model.path"
     return Path(model_folder(path, weights=weights, key=key)), config, template
+
+
+def open_any(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
+    """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
+    if atomic_checkpoint.names_checkpoint(path):
+        return open_checkpoint(path, model=model, role=role)
+    place = local_folder(path)
+    if (place / "config.json").is_file() and not (place / MARKER).is_file():
+        return open_hf(place)
+    if is_adapter(place):
+        return open_adapter(place, model=model)
+    return open_checkpoint(place, model=model, role=role)
+
+
+def open_adapter(folder: Path, *, model: str | None = None) -> Source:
+    """Opens an adapter folder, merged into its base, in the base's dtype. model: the base, if it lies elsewhere."""
+    base = local_folder(model or base_of(folder))
+    with open_any(base) as plain:
+        dtype = main_dtype(plain.reader.tensors)
+        hf_config, family = plain.hf_config, plain.family
+    reader = merge_adapter_folder(folder, str(base), family, hf_config, dtype)
+    what = f"adapters over {base}"
+    return Source(folder, what, reader, hf_config, family, reader.head, base, None, {})

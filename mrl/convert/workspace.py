@@ -15,10 +15,12 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
@@ -225,3 +227,33 @@ def check_free(out: Path) -> None:
 
 def _is_as_written(path: Path, summary: FileSummary) -> bool:
     return path.is_file() and path.stat().st_size == summary["size"] and crc32_of(path) == summary["crc32"]
+
+
+EVERY_S = 10.0
+
+
+class ProgressLines:
+    """Shows a conversion's progress. A call with the bytes in all returns a function that takes bytes done, in any
+    thread.
+
+    verb: as in "imported".
+    """
+
+    def __init__(self, verb: str, stream: TextIO = sys.stderr) -> None:
+        self.verb, self.stream = verb, stream
+        self._lock = threading.Lock()
+
+    def __call__(self, total: int) -> Callable[[int], None]:
+        self.total, self.done = total, 0
+        self._begun = self._shown = time.monotonic()
+        return self._advance
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+            now = time.monotonic()
+            if now - self._shown >= EVERY_S or self.done == self.total:
+                self._shown = now
+                speed = int(self.done / max(now - self._begun, 1e-3))
+                line = f"{self.verb} {decimal(self.done)} of {decimal(self.total)}, {decimal(speed)}/s"
+                print(line, file=self.stream, flush=True)

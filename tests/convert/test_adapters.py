@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
-from mrl.convert.opening import open_any
+from mrl.convert.sources import open_any
 from mrl.errors import CheckpointError
 from tests.convert.test_refused import invoke
 from tests.engine import tiny

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.convert.opening import open_any
+from mrl.convert.sources import open_any
 from mrl.convert.verifying import compare
 from mrl.errors import ModelError
 from tests.convert import hf_folders

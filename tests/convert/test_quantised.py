@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.convert.opening import open_any
+from mrl.convert.sources import open_any
 from mrl.engine.lora.folder import adapters, read_adapter
 from tests.convert import hf_folders
 from tests.convert.cases import load_folder
