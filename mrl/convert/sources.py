@@ -27,7 +27,6 @@ from mrl.weights.adapter_folder import base_of, is_adapter, merged_place
 from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import family_for, family_of
-from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
@@ -36,6 +35,7 @@ from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader
 from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, main_dtype, read_header_text
+from mrl.weights.stacks import unstack_experts
 from mrl.weights.table import Family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -200,7 +200,7 @@ CONVERTERS = (
         ("of_blocks[top - low * block[0] :, left", "of_blocks[0:, left"),
     ),
     *_of(
-        "weights/fused.py",
+        "weights/stacks.py",
         "weights/test_fused.py",
         ("first + start : first + stop", "start : stop"),
     ),

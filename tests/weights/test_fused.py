@@ -8,9 +8,9 @@ import torch
 from mrl.errors import ModelError
 from mrl.weights.accounting import check_model
 from mrl.weights.families import family_for
-from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.safetensors_io import SafetensorsReader
+from mrl.weights.stacks import unstack_experts
 from tests.weights.models import LAYOUTS, save
 from tests.weights.test_round_trip import export_all, load_all
 
