@@ -19,10 +19,9 @@ from mrl.convert.sources import HFFiles, Source, open_adapter, open_checkpoint
 from mrl.convert.workspace import Progress, Workspace, check_free, silent, write_tensors
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
 from mrl.errors import CheckpointError
-from mrl.weights.accounting import account
+from mrl.weights.accounting import account, count_key
 from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.weights.companions import copy_companions
-from mrl.weights.mtp import count_key
 from mrl.weights.reader import Slice
 from mrl.weights.rules import expected_hf_names, value_head_config
 from mrl.weights.safetensors_io import (

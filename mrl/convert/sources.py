@@ -22,7 +22,7 @@ from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError, quoted
-from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
+from mrl.weights.accounting import LM_HEAD, OWN_COUNT, SCORE, check_model, copies_of, mtp_layers, shared_tensors
 from mrl.weights.adapter_folder import base_of, is_adapter, merged_place
 from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
@@ -30,7 +30,6 @@ from mrl.weights.families import family_for, family_of
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
-from mrl.weights.mtp import OWN_COUNT, mtp_layers, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
 from mrl.weights.reader import WeightReader

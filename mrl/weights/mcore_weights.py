@@ -19,10 +19,9 @@ from torch import Tensor
 
 from mrl.errors import CheckpointError
 from mrl.parallel import Coordinates, ParallelDims
-from mrl.weights.accounting import account
+from mrl.weights.accounting import account, num_mtp_layers
 from mrl.weights.algebra import Shape
 from mrl.weights.fields import HINTS, rotary_percent
-from mrl.weights.mtp import num_mtp_layers
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
 from mrl.weights.reader import Slice, WeightReader

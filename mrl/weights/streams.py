@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
-from mrl.weights.mtp import num_mtp_layers, shared_tensors
+from mrl.weights.accounting import num_mtp_layers, shared_tensors
 from mrl.weights.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
 from mrl.weights.stacks import file_name, restack, unstacking_read
 from mrl.weights.table import Family, HFConfig

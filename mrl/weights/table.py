@@ -79,7 +79,7 @@ class Family:
     is_sparse: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes  # words for shapes beyond those of `sizes_of`
     stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
-    mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.mtp`
+    mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.accounting`
     mtp_block: str = "model.layers.{l}."  # what the files' names of its block begin with
     prefix: str = "model."  # what files have in place of the `model.` of names in the table
     carries: tuple[str, ...] = ()
