@@ -32,10 +32,9 @@ from mrl.serve.app import ENDS, ClientRequest
 from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
-from mrl.serve.prompts import Prompts
 from mrl.serve.request_queue import JSON, Future, RequestQueue, Result
 from mrl.serve.requests import MAX_NUMBERS, RequestError, check_numbers, field, number, refuse_fields, seed_of
-from mrl.serve.sampling import MAX_SAMPLES, SamplingHandlers, sampling_of, source_of
+from mrl.serve.sampling import MAX_SAMPLES, Prompts, SamplingHandlers, sampling_of, source_of
 from mrl.serve.training import PreparedOperation, ServedModel
 
 DEFAULT_TOKENS = 16

@@ -31,14 +31,12 @@ from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine, engine_class
 from mrl.errors import ConfigError, Stopped, UserError
 from mrl.serve import operations as ops
-from mrl.serve import suspended
 from mrl.serve.app import Auth, ClientRequest, HTTPServer, make_retrieve_handler, open_socket, route
 from mrl.serve.datums import Limits
-from mrl.serve.ledger import Ledger, SavedRecord
-from mrl.serve.links import ROOT, DownloadLinks
+from mrl.serve.ledger import Ledger, SavedRecord, layout_of, read_state, refuse_other_layout
 from mrl.serve.models import Models, ServerFault, write_error_line
 from mrl.serve.openai import OpenAIHandlers
-from mrl.serve.records import RecordHandlers
+from mrl.serve.records import ROOT, RecordHandlers
 from mrl.serve.request_queue import QueuedRequest, RequestQueue, Result, Work
 from mrl.serve.sampling import SamplingHandlers
 from mrl.serve.servers import ServedAdapter, Servers
@@ -83,7 +81,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: used_folder.refuse_foreign(directory.path))
-            engine.on_main(lambda: suspended.refuse_other_layout(config))
+            engine.on_main(lambda: refuse_other_layout(config))
             listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
             engine.on_main(lambda: listens.append(closing.enter_context(open_socket(keys.host, keys.port))))
             say_all(console, engine.notes)
@@ -160,8 +158,7 @@ class Server:
         self.http = HTTPServer(self._routes(), listens)
 
     def _routes(self) -> list[Any]:
-        training, sampling, links = self.training, self.sampling, DownloadLinks(self.ledger)
-        records = RecordHandlers(self.ledger, links)
+        training, sampling, records = self.training, self.sampling, RecordHandlers(self.ledger)
         auth = Auth(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
         doors = {"forward_backward": dataclasses.replace(auth, is_json=False)}
         of_texts = dataclasses.replace(auth, max_bytes=min(auth.max_bytes, MAX_TEXT_BYTES))
@@ -213,7 +210,7 @@ class Server:
             "POST chat/completions": self.openai.chat_completions,
         }
         signed = ROOT + "/{until}/{signature}/{what:path}"
-        routes = [route("GET", signed, links.follow, Auth(None, 0, is_public=True))]
+        routes = [route("GET", signed, records.follow_link, Auth(None, 0, is_public=True))]
         for root, below, usual in ((API, handlers, auth), ("/v1", of_openai, of_texts)):
             for name, handler in below.items():
                 method, path = name.split()
@@ -299,7 +296,7 @@ def suspend(server: Server, models: Models) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     do_on_all_ranks(models, ops.SuspendModels(f"{folder}.partial"))
     lost = {model: list(passes.items()) for model, passes in server.training.lost.items()}
-    state = {"layout": suspended.layout_of(server.config), "desk": server.request_queue.state(), "lost": lost}
+    state = {"layout": layout_of(server.config), "desk": server.request_queue.state(), "lost": lost}
     try:
         (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
         os.rename(f"{folder}.partial", folder)
@@ -318,7 +315,7 @@ def resume(server: Server, models: Models) -> list[str]:
     if not folder.exists():
         return []
     try:
-        state = suspended.read_state(folder)
+        state = read_state(folder)
         do_on_all_ranks(models, ops.ResumeModels(str(folder)))
     except UserError as error:
         aside = f"{folder}.damaged-{time.time_ns()}"
@@ -415,7 +412,7 @@ def _draw_on_servers(
     adapter = None
     if queue.path is not None:
         saved = _saved(server, queue)
-        adapter = ServedAdapter(str(server.ledger.folder_of(saved.run, saved.part, saved.name)), saved.time)
+        adapter = ServedAdapter(str(server.ledger.folder_of(saved)), saved.time)
     elif queue.snapshot is not None:
         if queue.snapshot not in models.folders:  # it is of an earlier start, or is gone
             return waiting
@@ -445,7 +442,7 @@ def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | Non
     name = f"{queue.path}@{queue.saved}"
     if name not in models.snapshots:
         saved = _saved(server, queue)
-        folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
+        folder = str(server.ledger.folder_of(saved))
         do_on_all_ranks(models, ops.LoadSnapshot(name, saved.kind, folder))
     return name
 

@@ -359,7 +359,7 @@ class TrainingHandlers:
                 raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
 
         check()
-        folder = self.ledger.folder_of(model.id, part, name)
+        folder = self.ledger.folder_at(model.id, part, name)
 
         def saved(_: Any) -> Result:
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -412,7 +412,7 @@ class TrainingHandlers:
             raise UserError("path", saved.path, f"is of {saved.base}", f"this server has {self.served.base}")
         self._check_optimizer(body)
         self._check_kind(saved, model)
-        folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
+        folder = str(self.ledger.folder_of(saved))
         made = self._new_model(body, saved.kind) if model is None else model
         return ops.LoadModel(made.id, made.kind, folder, field(body, "optimizer", bool, False)), saved
 

@@ -9,10 +9,9 @@ import time
 import pytest
 
 from mrl.errors import CheckpointError, UserError
-from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, SavedRecord
+from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, SavedRecord, read_state
 from mrl.serve.operations import ModelKind
 from mrl.serve.request_queue import RequestQueue
-from mrl.serve.suspended import read_state
 
 RUN = "s1:train:0"
 
@@ -49,7 +48,7 @@ def test_a_line_that_broke_off_takes_no_other_with_it(ledger, tmp_path):
 def test_what_is_saved_for_a_time_is_removed_after_it(ledger):
     for name, expires in (("soon", 5.0), ("later", 50.0)):
         ledger.save(saved(name, expires=expires))
-        ledger.folder_of(RUN, "weights", name).mkdir(parents=True)
+        ledger.folder_at(RUN, "weights", name).mkdir(parents=True)
     ledger.expire(10.0)
     assert len(list((ledger.folder / RUN / "weights").iterdir())) == 2, "somebody may be reading it"
     ledger.clear()
@@ -102,11 +101,11 @@ def test_what_is_kept_from_now_on(ledger):
 )  # fmt: skip
 def test_paths_stay_below_the_folder(ledger, run, part, name):
     with pytest.raises(UserError):
-        ledger.folder_of(run, part, name)
+        ledger.folder_at(run, part, name)
 
 
 def test_what_is_saved_anew_is_not_removed_with_what_was_deleted(ledger, tmp_path):
-    folder = ledger.folder_of(RUN, "weights", "a")
+    folder = ledger.folder_at(RUN, "weights", "a")
     folder.mkdir(parents=True)
     ledger.delete(saved("a").path)
     ledger.save(saved("a"))
@@ -168,12 +167,12 @@ def test_models_whose_session_is_not_known(ledger, tmp_path):
 
 def test_what_a_killed_save_left_is_removed(ledger, tmp_path):
     """And no save, whatever it is called."""
-    whole = ledger.folder_of(RUN, "weights", "a") / "step_00000002"
-    odd = ledger.folder_of(RUN, "sampler_weights", "b.partial")
+    whole = ledger.folder_at(RUN, "weights", "a") / "step_00000002"
+    odd = ledger.folder_at(RUN, "sampler_weights", "b.partial")
     ledger.save(SavedRecord(RUN, "sampler_weights", "b.partial", ModelKind(4), "base", 1.0, 10))
     left = [
-        ledger.folder_of(RUN, "weights", "a") / ".tmp-step_00000003", ledger.folder_of(RUN, "weights", "c") / ".tmp-step_00000003",
-        ledger.folder_of(RUN, "weights", "a") / ".trash-step_00000001", ledger.folder_of(RUN, "external_weights", "d.partial"),
+        ledger.folder_at(RUN, "weights", "a") / ".tmp-step_00000003", ledger.folder_at(RUN, "weights", "c") / ".tmp-step_00000003",
+        ledger.folder_at(RUN, "weights", "a") / ".trash-step_00000001", ledger.folder_at(RUN, "external_weights", "d.partial"),
     ]  # fmt: skip
     for folder in (whole, odd, *left):
         folder.mkdir(parents=True)
