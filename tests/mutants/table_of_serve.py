@@ -71,7 +71,7 @@ OF_SERVE = (
         ('file.write("\\n")\n        except', "pass\n        except"),
         ("if not _RUN.fullmatch(run) or part not in PARTS:", "if part not in PARTS:"),
         ("if saved.expires is not None and saved.expires <= now:", "if saved.expires is not None:"),
-        ("            self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))\n", ""),
+        ("            self.deleted.discard(self.folder_of(saved))\n", ""),
         ('self._write("finished", id=id)', "self.sessions[id] = ENDED"),
     ),
 )  # fmt: skip
