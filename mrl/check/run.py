@@ -161,10 +161,9 @@ def check(asked: CheckOptions, listener: Listener) -> Report:
     try:
         session = Session(asked, command, config, Path(place), listener)
         subjects = session.checked.subjects(config, parts, paths)
-        for subject in subjects:
-            session.fit(subject)
-        for subject in subjects:
-            session.prepare(subject)
+        fitted = [session.fit(subject) for subject in subjects]
+        for subject, (model, layouts) in zip(subjects, fitted, strict=True):
+            session.prepare(subject, model, layouts)
         session.run()
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -176,17 +175,8 @@ class Item:
     """Is a layout of a model, to be run."""
 
     number: int
-    subject: Subject
-    layout: Layout
+    row: CheckRow  # without a result
     work: LayoutWork
-
-    @property
-    def name(self) -> str:
-        return f"{self.subject.part.role} {self.layout}".strip()
-
-    @property
-    def row(self) -> CheckRow:
-        return CheckRow(self.subject.part.role, str(self.layout), self.layout.processes)
 
 
 class Session:
@@ -200,15 +190,13 @@ class Session:
         self.checked: CommandCheck[Any] = pkgutil.resolve_name(command.checked)
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
-        self.models: dict[str, CheckedModel] = {}  # of each role
-        self.layouts: dict[str, list[Layout]] = {}  # of each role
         self.items: list[Item] = []
 
     def header(self, name: str, text: str) -> None:
         self.report.header.append((name, text))
         self.listener.header(name, text)
 
-    def fit(self, subject: Subject) -> None:
+    def fit(self, subject: Subject) -> tuple[CheckedModel, list[Layout]]:
         """Makes the folder and the layouts of one model. Raises UserError where something does not fit it."""
         self._check_router_losses(subject)
         on = machine(subject.config.engine.device, self.asked.nproc)
@@ -229,12 +217,10 @@ class Session:
                 "dtype", f"the step of the {subject.name} is compared in float32: in bfloat16 routers are undecided"
             )
         with self.command.rewrite_error_keys(self.config, subject.part.role):
-            layouts = self._layouts(subject, model, named, on)
-        self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
+            return model, self._layouts(subject, model, named, on)
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: Subject, model: CheckedModel, layouts: list[Layout]) -> None:
         """Makes the batch and the reference of one model, and the work of its layouts."""
-        model, layouts = self.models[subject.part.role], self.layouts[subject.part.role]
         on = machine(subject.config.engine.device, self.asked.nproc)
         rows = self._rows(subject, model, layouts, on)
         adapter = self._adapter(subject, model)
@@ -253,7 +239,8 @@ class Session:
                 bounds=BOUNDS[dtype], undecided=narrow,
                 writes=self.asked.against == "first" and layout == layouts[0],
             )  # fmt: skip
-            self.items.append(Item(len(self.items), subject, layout, work))
+            row = CheckRow(subject.part.role, str(layout), layout.processes)
+            self.items.append(Item(len(self.items), row, work))
 
     # -- what is checked ----------------------------------------------------------------------------------------------
 
@@ -364,11 +351,11 @@ class Session:
         """
         for item in self.items:
             torch.save(item.work, work_file(str(self.place), item.number))
-        order = sorted(self.items, key=lambda item: (not item.work.writes, item.layout.processes))
-        for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.layout.processes)):
+        order = sorted(self.items, key=lambda item: (not item.work.writes, item.row.processes))
+        for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.row.processes)):
             group = [item for item in together if self._has_reference(item)]
             while group:
-                shown, count = ", ".join(item.name for item in group), group[0].layout.processes
+                shown, count = ", ".join(item.row.name for item in group), group[0].row.processes
                 self.listener.doing(f"running {shown} on {pluralize(count, 'process', 'processes')}")
                 failed = self._launch(group, count)
                 group = self._collect(group, failed)
@@ -398,7 +385,7 @@ class Session:
             row = item.row
             if file.exists():
                 found: LayoutComparison = torch.load(file, weights_only=False)  # made by this command
-                differ = problems(found, head=item.subject.config.head, lengths=lengths)
+                differ = problems(found, head=item.work.config.head, lengths=lengths)
                 row = dataclasses.replace(row, measured=found, problems=differ)
             elif not (item.work.writes and numbers_file(item.work.reference).exists()):
                 row = dataclasses.replace(row, failed=failed or "it left no numbers")
