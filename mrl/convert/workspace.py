@@ -18,7 +18,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -223,6 +223,12 @@ def check_free(out: Path) -> None:
     """Refuses to write over anything."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ModelError(out, why="exists and is not an empty folder", fix="give another one, or remove it")
+
+
+def file_versions(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """Returns name -> size and time of each file, which tell it from itself after a change."""
+    stats = {path.name: path.stat() for path in sorted(paths)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _is_as_written(path: Path, summary: FileSummary) -> bool:

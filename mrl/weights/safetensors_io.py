@@ -13,10 +13,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +30,7 @@ from mrl.weights.json_file import parse_json, read_json
 from mrl.weights.pread import LazySlice, Region, TruncatedFile, read_region
 from mrl.words import shorten_list
 
+T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -271,20 +272,26 @@ def lay_out(
     )
 
 
-def split_into_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
-    """Returns the tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
-    groups: list[dict[str, TensorInfo]] = [{}]
+def split_by_bytes(items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Returns the items of each file of at most `limit` bytes; an item larger than that has a file of its own."""
+    groups: list[list[T]] = [[]]
     filled = 0
-    for name, info in tensors.items():
-        size = tensor_bytes(info)
-        if groups[-1] and filled + size > limit:
-            groups.append({})
+    for item in items:
+        if groups[-1] and filled + size(item) > limit:
+            groups.append([])
             filled = 0
-        groups[-1][name] = info
-        filled += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        groups[-1].append(item)
+        filled += size(item)
+    return groups
+
+
+def split_into_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
+    """Returns the tensors of each file of at most `limit` bytes."""
+    groups = split_by_bytes(tensors, lambda name: tensor_bytes(tensors[name]), limit)
+    files = [SINGLE]
+    if len(groups) > 1:
+        files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return {file: {name: tensors[name] for name in group} for file, group in zip(files, groups, strict=True)}
 
 
 def index_text(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> str:

@@ -311,7 +311,7 @@ def of_experts(linear: str, tensor: str, kind: str, hf: Mapping[str, str]) -> En
     return in_layer(local, kind, hf, te=f"mlp.experts.{linear}.{tensor}{{e}}")
 
 
-def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
+def sparse_mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Returns norm, router and experts of an MoE layer.
 
     HF names are `{block}.gate` and `{block}.experts.{e}.{gate|up|down}`.
