@@ -154,17 +154,13 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], seed: int) -> RandomWeights:
-    return RandomWeights(shapes, seed=seed, std=_std(config), draws_score=True)
+    return RandomWeights(shapes, seed=seed, std=float(config.get("initializer_range") or 0.02), draws_score=True)
 
 
 def _noise(name: str, shape: torch.Size, size: float, seed: int) -> Tensor:
     digest = hashlib.sha256(f"noise:{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return size * torch.randn(shape, generator=generator)
-
-
-def _std(config: Mapping[str, Any]) -> float:
-    return float(config.get("initializer_range") or 0.02)
 
 
 def _transformers_model(config: Mapping[str, Any], head: Head) -> torch.nn.Module:

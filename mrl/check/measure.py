@@ -61,7 +61,7 @@ class LayoutWork:
     adapter: str | None  # a folder of adapters to start from
     reference: str  # a folder of `write`
     bounds: Bounds
-    undecided: Tensor | None = None  # [T], of `mrl.check.routers`
+    undecided: Tensor | None = None  # [T], of `mrl.check.reference`
     writes: bool = False  # whether this layout is what others are compared with
 
 

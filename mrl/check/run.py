@@ -21,7 +21,7 @@ from mrl.check.compare import BOUNDS, LayoutComparison, Problem, Undecided, clue
 from mrl.check.folder import CheckedModel, make_folder, parse_cut
 from mrl.check.layouts import Layout, Machine, choose_cut, layouts_of_config, machine, parse_layouts, size_of_batch
 from mrl.check.measure import LayoutWork, StepNumbers, Task, numbers_file, result_file, work_file
-from mrl.check.routers import has_experts, undecided_tokens
+from mrl.check.reference import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.config.command import TrainingCommand, all_training, command_of_data
 from mrl.config.load import apply_override, load_config, read_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.check import compare, reference, routers
+from mrl.check import compare, reference
 from tests.check import works
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -26,10 +26,10 @@ def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
     folder = tiny.make_model(str(tmp_path / "model"), family)
     examples = tiny.examples_of(tiny.uneven_batch(sequences=4))
     model = reference.load(folder)
-    assert routers.undecided_tokens(model, examples, head="lm", rounding=1e-7) is None
+    assert reference.undecided_tokens(model, examples, head="lm", rounding=1e-7) is None
     with torch.no_grad():
         alike(model, apart=1e-6)
-    found = routers.undecided_tokens(model, examples, head="lm", rounding=1e-4)
+    found = reference.undecided_tokens(model, examples, head="lm", rounding=1e-4)
     assert found is not None and 0 < found.sum() <= len(found) == sum(len(example.ids) - 1 for example in examples)
     for of_sequence in found.split([len(example.ids) - 1 for example in examples]):
         assert torch.equal(of_sequence, of_sequence.cummax(0).values)
@@ -38,16 +38,16 @@ def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
 def test_what_is_narrow_is_the_last_choice():
     """Of the best two: whether the second may have been the third, not whether the first may have been the second."""
     scores_TE = torch.tensor([[3.0, 3.0, 1.0, 0.0], [3.0, 1.0, 1.0, 0.0], [3.0, 1.0, 0.0, 0.0]])
-    with routers._Choices(1e-4) as choices:
+    with reference._Choices(1e-4) as choices:
         torch.topk(scores_TE, 2)
     assert choices.narrow.tolist() == [False, True, False]
 
 
 def test_a_dense_model_decides_nothing(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "llama")
-    assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
+    assert not reference.has_experts({"num_attention_heads": 4}) and reference.has_experts({"n_routed_experts": 8})
     examples = tiny.examples_of(tiny.uneven_batch(sequences=3))
-    assert routers.undecided_tokens(reference.load(folder), examples, head="lm", rounding=1.0) is None
+    assert reference.undecided_tokens(reference.load(folder), examples, head="lm", rounding=1.0) is None
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ CHECK = (
         ("masks = [[float(trains) for trains in example.mask[1:]]", "masks = [[float(trains) for trains in example.mask[:-1]]"),
     ),
     *_of(
-        "check/routers.py",
+        "check/reference.py",
         ("check/test_routers.py::test_what_is_narrow_is_the_last_choice",
          "check/test_routers.py::test_a_narrow_choice_is_seen_from_there_on[qwen3_moe]"),
         ("found.append(choices.narrow.cummax(0).values)", "found.append(choices.narrow)"),
