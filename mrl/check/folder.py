@@ -135,8 +135,7 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
         model = _transformers_model(config, head)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if noise and (parameter.ndim < 2 or name.endswith("bias")):
-                    parameter += _noise(name, parameter.shape, noise, seed)
+                parameter.copy_(_with_noise(name, parameter, noise, seed))
         kept = Path(out, "config.json").read_bytes()
         model.save_pretrained(out)
         Path(out, "config.json").write_bytes(kept)
@@ -145,10 +144,7 @@ def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, no
     random = _random(shapes, config, seed)
     with HFWriter(out, tensor_infos(shapes, torch.float32)) as writer:
         for name in shapes:
-            tensor = random(name)
-            if noise and (tensor.ndim < 2 or name.endswith("bias")):
-                tensor = tensor + _noise(name, tensor.shape, noise, seed)
-            writer.add(name, tensor)
+            writer.add(name, _with_noise(name, random(name), noise, seed))
     # of a composite an engine makes the text part alone; it starts a value head from zeros
     return config["model_type"] not in COMPOSITES and head == "lm"
 
@@ -157,10 +153,13 @@ def _random(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], se
     return RandomWeights(shapes, seed=seed, std=float(config.get("initializer_range") or 0.02), draws_score=True)
 
 
-def _noise(name: str, shape: torch.Size, size: float, seed: int) -> Tensor:
+def _with_noise(name: str, tensor: Tensor, size: float, seed: int) -> Tensor:
+    """Returns a norm or bias with noise of `size`, and any other tensor as it is."""
+    if not size or (tensor.ndim >= 2 and not name.endswith("bias")):
+        return tensor
     digest = hashlib.sha256(f"noise:{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return size * torch.randn(shape, generator=generator)
+    return tensor + size * torch.randn(tensor.shape, generator=generator)
 
 
 def _transformers_model(config: Mapping[str, Any], head: Head) -> torch.nn.Module:
