@@ -321,7 +321,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
 
 
 def _model_of(
-    folder: Path, model: str | None, role: str | None, *, weights: bool = False
+    folder: Path, model: str | None, role: str | None, *, weights: bool
 ) -> tuple[Path, ModelConfig | None, str | None]:
     """Returns the Hugging Face folder of a run's checkpoint, the run's section about the model, and the chat template.
 
@@ -368,7 +368,7 @@ def open_any(path: str | Path, *, model: str | None = None, role: str | None = N
     return open_checkpoint(place, model=model, role=role)
 
 
-def open_adapter(folder: Path, *, model: str | None = None) -> Source:
+def open_adapter(folder: Path, *, model: str | None) -> Source:
     """Opens an adapter folder, merged into its base, in the base's dtype. model: the base, if it lies elsewhere."""
     base = local_folder(model or base_of(folder))
     with open_any(base) as plain:
