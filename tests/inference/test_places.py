@@ -16,7 +16,7 @@ from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
 from mrl.inference.places import find_model
-from tests.convert.test_composite import make
+from tests.convert.test_quantised import make
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.inference.cases import greedy, mrl

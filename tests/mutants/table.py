@@ -201,7 +201,7 @@ CONVERTERS = (
     ),
     *_of(
         "weights/stacks.py",
-        "weights/test_fused.py",
+        "weights/test_round_trip.py::test_stacked_experts_load_like_split_ones",
         ("first + start : first + stop", "start : stop"),
     ),
 )  # fmt: skip

@@ -31,8 +31,8 @@ CHECK = (
     ),
     *_of(
         "check/reference.py",
-        ("check/test_routers.py::test_what_is_narrow_is_the_last_choice",
-         "check/test_routers.py::test_a_narrow_choice_is_seen_from_there_on[qwen3_moe]"),
+        ("check/test_measure.py::test_what_is_narrow_is_the_last_choice",
+         "check/test_measure.py::test_a_narrow_choice_is_seen_from_there_on[qwen3_moe]"),
         ("found.append(choices.narrow.cummax(0).values)", "found.append(choices.narrow)"),
         ("ordered_TE[:, count - 1], ordered_TE[:, count]", "ordered_TE[:, 0], ordered_TE[:, 1]"),
     ),

@@ -14,7 +14,7 @@ OF_SERVE = (
     ),
     *_of(
         "serve/request_queue.py",
-        "serve/test_request_queue.py",
+        "serve/test_ledger.py",
         ("            if number < made.next:", "            if number < 0:"),
         ("return self.next in self.waiting", "return bool(self.waiting)"),
         ("                        self._queues[queue] = made  # at the end\n", "                        self._queues = {queue: made, **self._queues}\n"),
@@ -32,7 +32,7 @@ OF_SERVE = (
     ),
     *_of(
         "serve/padded.py",
-        "serve/test_padded.py",
+        ("serve/test_models.py::test_a_wider_adapter_acts_as_the_narrow_one", "serve/test_models.py::test_what_is_not_adapted_is_zero"),
         ("F.pad(b, (0, lacking))", "F.pad(b, (lacking, 0))"),
         ('"A")[:, : shape.rank]', '"A")[:, -shape.rank :]'),
         ("wanted = attention if is_attention(shape) else mlp", "wanted = mlp if is_attention(shape) else attention"),
