@@ -145,9 +145,7 @@ class Server:
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = TrainingHandlers(served, self.ledger, self.request_queue)
         self.sampling = SamplingHandlers(served, self.ledger, self.request_queue, models.end_tokens.ids)
-        self.openai = OpenAIHandlers(
-            served, self.ledger, self.request_queue, self.sampling, models.tokenizer, lambda: set(models.snapshots)
-        )
+        self.openai = OpenAIHandlers(self.sampling, models.tokenizer, lambda: set(models.snapshots))
         keys = config.serve
         self.servers = None
         if keys.servers.kind is not None:

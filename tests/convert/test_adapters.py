@@ -167,7 +167,7 @@ def test_an_adapter_folder_is_verified_by_what_it_says(made, tmp_path, monkeypat
 def test_a_chat_template_that_is_not_there_is_one_line(tmp_path):
     config_of_a_run(tmp_path, "base", "float32", LORA, chat_template="gone.jinja")
     with pytest.raises(CheckpointError, match=r"'gone.jinja' is not there; run this from where the run was started"):
-        sources._model_of(tmp_path / "checkpoints" / "step_00000001", None, None)
+        sources._model_of(tmp_path / "checkpoints" / "step_00000001", None, None, weights=False)
 
 
 def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):

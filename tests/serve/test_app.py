@@ -33,7 +33,7 @@ class Listening:
         tokenizer, self.request_queue = make_tokenizer(), RequestQueue(max_waiting=100)
         served = ServedModel("m", "m", Limits(len(tokenizer), 64), None, 1)
         sampling = SamplingHandlers(served, Ledger(folder), self.request_queue, [0])
-        openai = OpenAIHandlers(served, sampling.ledger, self.request_queue, sampling, tokenizer, lambda: [])
+        openai = OpenAIHandlers(sampling, tokenizer, lambda: [])
 
         async def health(asked):
             return JSONResponse({})

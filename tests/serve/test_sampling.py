@@ -100,7 +100,7 @@ def test_more_log_probs_than_an_answer_holds(sampling):
         asked(sampling, topk_prompt_logprobs=10**7)
     with pytest.raises(UserError, match="topk_sample_logprobs: makes 60000000 numbers"):
         asked(sampling, topk_sample_logprobs=10**7, num_samples=2)
-    openai = OpenAIHandlers(sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
+    openai = OpenAIHandlers(sampling, make_tokenizer(), list)
     with pytest.raises(UserError, match="prompt_logprobs: makes 6000000 numbers; keep to 4194304"):
         openai._completions({"model": "base", "prompt": [1, 2, 3], "n": 2, "max_tokens": 3, "prompt_logprobs": 10**6})
 
@@ -184,9 +184,7 @@ def test_a_text_that_comes_in_parts_ends_before_its_stop():
 
 
 def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
-    auth = OpenAIHandlers(
-        sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), lambda: ["s1:train:0:3"]
-    )
+    auth = OpenAIHandlers(sampling, make_tokenizer(), lambda: ["s1:train:0:3"])
     log_probs, ids = torch.tensor([-0.5, -1.0, -math.inf]), torch.tensor([7, 8, 9])
     assert auth._score(7, -0.50001, (log_probs, ids))["log_prob"] == -0.5
     assert auth._score(11, -3.0, (log_probs, ids))["log_prob"] == -3.0
@@ -213,7 +211,7 @@ def test_a_token_has_the_log_prob_of_its_neighbours_list(sampling):
     ],
 )  # fmt: skip
 def test_what_the_other_door_refuses(sampling, body, says):
-    auth = OpenAIHandlers(sampling.served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
+    auth = OpenAIHandlers(sampling, make_tokenizer(), list)
     given = {"model": "base", "prompt": [[1, 2], [3], [4], [5]], "max_tokens": 2, **body}
     with pytest.raises(UserError, match=says):
         called(auth.completions, **given)
@@ -231,7 +229,7 @@ def test_what_the_other_door_refuses(sampling, body, says):
 )  # fmt: skip
 def test_what_is_not_done_of_a_chat_is_said(sampling, more, says):
     """Nothing that arrives is run, and nothing of it goes unread."""
-    served = dataclasses.replace(sampling.served, limits=Limits(400, 64))
-    chats = OpenAIHandlers(served, sampling.ledger, sampling.request_queue, sampling, make_tokenizer(), list)
+    sampling.served = dataclasses.replace(sampling.served, limits=Limits(400, 64))
+    chats = OpenAIHandlers(sampling, make_tokenizer(), list)
     with pytest.raises(UserError, match=says):
         called(chats.chat_completions, model="base", **{"messages": [{"role": "user", "content": "a"}], **more})
