@@ -7,6 +7,7 @@ dtypes. So a tensor goes straight to its place, and memory holds no more than on
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -228,10 +229,10 @@ def parse_size(size: int | str, key: str = "max_shard_size") -> int:
 def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
     """Returns the dtype of most entries, which config.json calls the model's. A few tensors may be fp32 in any
     model."""
-    entries: dict[str, int] = {}
+    entries: collections.Counter[str] = collections.Counter()
     for info in tensors.values():
-        entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
-    return DTYPES[max(entries, key=entries.__getitem__)]
+        entries[info.dtype] += math.prod(info.shape)
+    return DTYPES[entries.most_common(1)[0][0]]
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
