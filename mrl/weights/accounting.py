@@ -34,12 +34,6 @@ _PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
 SCORE = "score.weight"
-_WHY_EQUAL = {
-    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
-    False: "and megatron has one for both; remove the layers that predict further tokens, and set "
-    "num_nextn_predict_layers to 0",
-}
-"""Why two tensors have to be equal: a tied head (True), or a copy in an MTP layer (False)."""
 
 
 def follows_from_config(name: str) -> bool:
@@ -121,12 +115,18 @@ def check_model(
         )
     known = copies_of(family, hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
-    beside = family.carried(reader.tensors)
-    may_have |= copies.keys() | beside
+    may_have |= copies.keys() | family.carried(reader.tensors)
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
-        if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
-            raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
+        if not (carried or name == LM_HEAD) or equal_tensors(reader, name, of):
+            continue
+        why, fix = (
+            "and megatron has one for both",
+            f"remove the layers that predict further tokens, and set {COUNT} to 0",
+        )
+        if name == LM_HEAD:
+            why, fix = "though config.json ties them", f"set tie_word_embeddings to false or remove {LM_HEAD}"
+        raise ModelError(reader.path, why=f"{name} differs from {of} {why}", fix=fix)
     return absent
 
 

@@ -25,7 +25,7 @@ OF_SERVE = (
     ),
     *_of(
         "serve/datums.py",
-        "serve/test_datums.py",
+        "serve/test_training.py",
         ("labels=torch.cat(labels), loss_mask", "labels=joined, loss_mask"),
         ("width = 4 * (trailing[0] if trailing else 1)", "width = 4"),
         ("return {**known, **call.given}", "return {**call.given, **known}"),
