@@ -32,9 +32,8 @@ from mrl.weights.hf_config import normalize, reads_images
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import is_imported
 from mrl.weights.random_weights import RandomWeights
-from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names, value_head_config
-from mrl.weights.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, tensor_infos
+from mrl.weights.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, WeightReader, tensor_infos
 
 NOISE = 0.1
 """Deviation of norms and biases of a cut model from 1 and 0, so that a forgotten one shows."""

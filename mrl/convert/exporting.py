@@ -22,10 +22,10 @@ from mrl.errors import CheckpointError
 from mrl.weights.accounting import account, count_key
 from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.weights.companions import copy_companions
-from mrl.weights.reader import Slice
 from mrl.weights.rules import expected_hf_names, value_head_config
 from mrl.weights.safetensors_io import (
     INDEX,
+    Slice,
     index_text,
     lay_out,
     main_dtype,

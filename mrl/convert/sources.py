@@ -32,8 +32,7 @@ from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
-from mrl.weights.reader import WeightReader
-from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, main_dtype, read_header_text
+from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, WeightReader, main_dtype, read_header_text
 from mrl.weights.stacks import unstack_experts
 from mrl.weights.table import Family
 

@@ -30,8 +30,7 @@ from mrl.errors import ModelError, is_full
 from mrl.weights.checksums import crc32_of
 from mrl.weights.fsync import fsync_path, write_synced
 from mrl.weights.mcore_weights import blocks_of_rows
-from mrl.weights.reader import Slice
-from mrl.weights.safetensors_io import DTYPES, Shard, TensorInfo
+from mrl.weights.safetensors_io import DTYPES, Shard, Slice, TensorInfo
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2

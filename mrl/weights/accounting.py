@@ -18,9 +18,8 @@ import torch
 
 from mrl.errors import ModelError
 from mrl.weights.algebra import Shape
-from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, TensorInfo, WeightReader, count_groups
 from mrl.weights.table import Family, HFConfig
 
 COUNT, OWN_COUNT = "num_nextn_predict_layers", "mtp_num_hidden_layers"

@@ -23,9 +23,8 @@ from mrl.weights.algebra import Shape
 from mrl.weights.fields import HINTS, rotary_percent
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
-from mrl.weights.reader import Slice, WeightReader
 from mrl.weights.rules import Rule, whole_rules
-from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
+from mrl.weights.safetensors_io import DTYPES, NAMES, Slice, TensorInfo, WeightReader
 from mrl.weights.stacks import file_name, place_of, stack_slice
 from mrl.weights.stacks import stored_shapes as files_shapes
 from mrl.weights.table import Family, HFConfig, Stack

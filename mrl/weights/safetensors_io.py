@@ -1,5 +1,7 @@
 """Reads Hugging Face model folders shard by shard, and writes them tensor by tensor.
 
+`WeightReader` is what each reader of weights can do, whatever files it reads: conversions and engines know no other.
+
 Reading: headers and index are checked before any tensor is used, and nothing else is read until a slice is asked for.
 Pickle files are refused: loading one runs its code. Writing: the folder is laid out beforehand from names, shapes and
 dtypes. So a tensor goes straight to its place, and memory holds no more than one.
@@ -17,7 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,6 +65,34 @@ class TensorInfo:
     shape: Shape
     file: str = ""  # name of the shard
     start: int = dataclasses.field(default=0, compare=False)  # its first byte there
+
+
+class Slice(Protocol):
+    """Is a tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for
+    all."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def __getitem__(self, key: Any) -> Tensor: ...
+
+
+class WeightReader(Protocol):
+    """Gives the weights of a model by name, read on demand and from several threads."""
+
+    @property
+    def path(self) -> Path:
+        """Returns the folder or file, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Returns the dtype and shape of each, by name."""
+
+    def __call__(self, name: str) -> Slice:
+        """Returns the tensor `name`; UserError if it is not there or its file is damaged."""
+
+    def close(self) -> None:
+        """Closes the files; tensors that were read stay valid."""
 
 
 def read_header_text(file: Path) -> bytes:
@@ -117,7 +147,7 @@ def count_groups(groups: Mapping[str, list[str]]) -> list[str]:
 
 
 class SafetensorsReader:
-    """Reads the weights of a model folder, as a `WeightReader` (mrl.weights.reader). A context manager closes the
+    """Reads the weights of a model folder, as a `WeightReader`. A context manager closes the
     files.
 
     It raises ModelError, naming the file, for a folder that is missing, incomplete, damaged, or holds no safetensors.

@@ -23,8 +23,7 @@ from torch import Tensor
 from mrl.weights.algebra import Shape
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.quantized import dequantise
-from mrl.weights.reader import Slice, WeightReader
-from mrl.weights.safetensors_io import TensorInfo
+from mrl.weights.safetensors_io import Slice, TensorInfo, WeightReader
 from mrl.weights.table import Family, HFConfig, Stack
 
 
