@@ -151,6 +151,8 @@ def update_error(
     return 0.0 if wrong == 0 else wrong / max(float(update.norm()), 1e-300)
 
 
+# -- how far two right computations of one step may be apart -----------------------------------------------------------
+
 UNSURE = 0.02
 """Mean of 1 - p over labels, below which bounds of gradients grow."""
 
@@ -237,6 +239,8 @@ class LayoutComparison:
     def grad_norm_error(self) -> float:
         return abs(self.grad_norm - self.expected_grad_norm) / max(self.expected_grad_norm, 1e-30)
 
+
+# -- the verdict on a layout -------------------------------------------------------------------------------------------
 
 UNDECIDED = (
     "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs"

@@ -1,6 +1,7 @@
 """Makes the model folder of a check. Dropout is 0 in it.
 
-It is the user's own, by links where transformers can read it as it is, or a cut of it with random weights.
+It is the user's own, by links where transformers can read it as it is, or a cut of it with random weights. A cut has
+fewer layers, a smaller width or fewer experts, and the same shape otherwise.
 """
 
 from __future__ import annotations
@@ -167,6 +168,8 @@ def _transformers_model(config: Mapping[str, Any], head: Head) -> torch.nn.Modul
     kind = AutoModelForImageTextToText if reads_images(config) else HEADS[head]
     return kind.from_config(made, dtype=torch.float32)
 
+
+# -- the cut -----------------------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH = 4, 256
 """The sizes of `auto`: first the layers are cut, and if that does not fit, the width too."""

@@ -1,4 +1,7 @@
-"""Chooses the layouts of a check: words such as `tp2+sp` or `pp2xvpp2`, or a config's own layout, made smaller."""
+"""Chooses the layouts of a check: words such as `tp2+sp` or `pp2xvpp2`, or a config's own layout, made smaller.
+
+The machine has limits: processes, memory, and the size of a batch that takes some seconds.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +139,8 @@ def _divisors(degree: int) -> list[int]:
     """Returns the divisors of a degree above 1, the smallest first."""
     return [n for n in range(2, degree + 1) if degree % n == 0]
 
+
+# -- the machine's limits ----------------------------------------------------------------------------------------------
 
 MAX_PROCESSES = 8
 """Processes at a time on a machine without GPUs, by default of --nproc."""

@@ -151,6 +151,9 @@ def _weight_errors(
     return errors, compared / max(elements, 1)
 
 
+# -- a rank, for `mrl.launch.local.launch` -----------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """Holds layouts on one number of processes, one after the other."""

@@ -326,6 +326,9 @@ def _muon_scale(mode: str, rows: int, columns: int) -> float:
     }[mode]
 
 
+# -- tokens that a router is undecided about ---------------------------------------------------------------------------
+
+
 def has_experts(raw: Mapping[str, Any]) -> bool:
     """Returns whether the model of a config.json routes tokens to experts."""
     counts = [value for name, value in raw.items() if name.endswith("experts") and type(value) is int]

@@ -1,7 +1,8 @@
 """Remembers what the server has promised: sessions, models, saves and samplers.
 
 `ledger.jsonl` in the run's directory has a line for each event. It is written before the client is told, and the next
-start reads it. A model's weights are in its checkpoints alone: later steps are gone with the server.
+start reads it. A model's weights are in its checkpoints alone: later steps are gone with the server,
+except what a start leaves for the next in `suspended/`.
 """
 
 from __future__ import annotations

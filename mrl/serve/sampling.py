@@ -192,8 +192,11 @@ def _fill(out: Any, log_probs: Tensor, ids: Tensor, *, first: bool) -> None:
     out.k, out.length = log_probs.shape[1], log_probs.shape[0]
 
 
+# -- prompts of OpenAI's interface -------------------------------------------------------------------------------------
+
+
 class Prompts:
-    """The prompts of requests."""
+    """Turns the prompts and messages of a request into token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
         self.tokenizer, self.encoder, self.limits = tokenizer, TurnEncoder(tokenizer), limits
