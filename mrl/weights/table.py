@@ -58,7 +58,6 @@ class Stack:
     parts: tuple[str, ...]  # names in the table of the tensors of one expert
     interleaved: bool = True  # whether their rows alternate; else they are one behind the other
     transposed: bool = False  # whether the rows of an expert are columns of the file
-    bias: bool = False  # whether an expert's tensor has one dimension
 
 
 @dataclasses.dataclass(frozen=True)
