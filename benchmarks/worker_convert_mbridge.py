@@ -20,7 +20,7 @@ from torch import nn
 
 from mrl.mcore_models import cpu_stand_in
 from mrl.weights import family_for, read_hf_config
-from mrl.weights.mcore_weights import whole_rules
+from mrl.weights.rules import whole_rules
 
 
 class Bare(nn.Module):

@@ -23,7 +23,7 @@ STANDARD_LIBRARY = {"_exit", "_getframe", "_replace", "_run_exitfuncs", "_fileob
                     "_dir_candidates", "_crc"}  # fmt: skip
 """Names of Python's own that begin with an underscore."""
 PYTHONS = {*sys.stdlib_module_names}
-OWN_DATA = {"weights/quantized.py", "check/cut.py", "config/translate.py", "serve/ledger.py", "trainers/console.py",
+OWN_DATA = {"weights/quantized.py", "check/folder.py", "config/translate.py", "serve/ledger.py", "trainers/console.py",
             "rollout/environment.py", "data/dataset.py", "weights/table.py",
             "engine/torch_dist/data_files.py"}  # fmt: skip
 """Files whose strings with an underscore are ends of tensor names, of columns or of config keys."""

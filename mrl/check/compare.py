@@ -1,4 +1,8 @@
-"""Compares numbers of a layout with those of a reference: how far each tensor is off, by its name."""
+"""Compares numbers of a layout with those of a reference, and gives the verdict.
+
+The verdict is "the same", or the quantity that differs, its parameter, and its distance from the bound. Bounds have
+their reasons here.
+"""
 
 from __future__ import annotations
 
@@ -145,3 +149,219 @@ def update_error(
         update, gap = update * sure, gap * sure
     wrong = float(gap.norm())
     return 0.0 if wrong == 0 else wrong / max(float(update.norm()), 1e-300)
+
+
+# -- how far two right computations of one step may be apart -----------------------------------------------------------
+
+UNSURE = 0.02
+"""Mean of 1 - p over labels, below which bounds of gradients grow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Holds the errors that rounding may cause in right numbers."""
+
+    loss: float  # relative where the loss is above 1, else absolute: it is a mean of log-probs
+    grad_norm: float  # relative
+    log_probs: float  # the largest difference
+    gradients: float  # relative L2 of a tensor
+    weights: float  # relative L2 of what a step makes of a tensor
+    router: float  # by which a router's scores of two experts may change, relative to their size
+    most: float  # up to which those of gradients and their norm grow; gradients of zeros are off by 1
+    why: str
+    certain: bool = False  # whether rounding alone may change gradients by more than `most`
+
+    def given(self, log_probs: Tensor) -> Bounds:
+        """Returns the bounds for a model with these log-probs [T] of labels, 0 at labels that do not train.
+
+        The gradient of a label's log-prob is 1 - p, which fp32 rounds by 1e-7. The relative error is larger if a model
+        is nearly certain. A bound above `most` would let faults pass, so gradients then decide nothing.
+        """
+        unsure = float((1 - log_probs[log_probs != 0].double().exp()).mean()) if (log_probs != 0).any() else 1.0
+        times = max(1.0, UNSURE / max(unsure, 1e-6))
+        return dataclasses.replace(
+            self, gradients=min(times * self.gradients, self.most), grad_norm=min(times * self.grad_norm, self.most),
+            certain=times * self.gradients > self.most,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        numbers = (
+            f"loss {self.loss:g}, norm {self.grad_norm:g}, log-probs {self.log_probs:g} (absolute), "
+            f"gradients {self.gradients:g}, updates {self.weights:g}"
+        )
+        return f"{numbers}; {self.why}"
+
+
+# Measured on a CPU: the 30 layers of SmolLM2-135M with its own weights, 504 tokens.
+# float32, pp2: loss 1.4e-7, norm 5.1e-5 (of 28 million squares in one sum), log-probs 2.5e-5, gradients 1.6e-5,
+# updates 1.6e-6.
+# bfloat16, dp1 and tp3: loss 1.5e-3, norm 7.4e-3, log-probs 0.39, gradients 0.19. A gradient that is half or twice what
+# it should be is off by 0.5 or 1. An update is less than a unit in the last place of most weights: it shows little.
+# Tiny models, two seeds, dp1, tp2, pp2, cp2, dp2: gradients 0.04 of llama and qwen3, 0.08 of them at 24 layers. Of
+# qwen3_moe, deepseek_v3 and gpt_oss 0.27 to 0.69 and log-probs to 0.35, as most sequences have an undecided router,
+# and log-probs change by that as by rounding: models with experts are compared in float32 (see run.py).
+BOUNDS = {
+    "float32": Bounds(
+        loss=1e-5, grad_norm=1e-3, log_probs=5e-4, gradients=1e-4, weights=1e-3, router=1e-4,
+        most=0.1, why="fp32 sums in another order gave a sixth of these at most in 30 layers",
+    ),
+    "bfloat16": Bounds(
+        loss=1e-2, grad_norm=5e-2, log_probs=1.0, gradients=0.4, weights=0.5, router=0.05,
+        most=0.45, why="bfloat16 keeps 3 digits of each number; small faults hide in that, which float32 finds",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutComparison:
+    """Holds the errors of a layout against the reference."""
+
+    loss: float
+    expected_loss: float
+    grad_norm: float
+    expected_grad_norm: float
+    log_probs: float  # the largest difference
+    log_probs_at: int  # the place [T] of it
+    decided_log_probs: float | None  # the same of labels that no undecided router is before; None: all are
+    decided_labels: int  # how many such labels there are
+    start: TensorErrors  # weights before the step
+    gradients: TensorErrors
+    weights: TensorErrors  # what the step made of them
+    weights_share: float  # of the elements with a gradient, those whose update could be compared
+    bounds: Bounds
+
+    @property
+    def loss_error(self) -> float:
+        """Returns the difference, relative to losses above 1."""
+        return abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
+
+    @property
+    def grad_norm_error(self) -> float:
+        return abs(self.grad_norm - self.expected_grad_norm) / max(self.expected_grad_norm, 1e-30)
+
+
+# -- the verdict on a layout -------------------------------------------------------------------------------------------
+
+UNDECIDED = (
+    "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs"
+)
+OTHER_BATCH = "take another batch with --tokens or seed, or other weights with --cut"
+NOTHING_COMPARED = (
+    "nothing could be compared of gradients: the model is certain of its labels, so that rounding alone may change "
+    "them as much as a fault; take other rows"
+)
+FLIPPED = 8
+"""Another choice of experts changes some log-probs by at least this many times the rounding of the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Is a quantity that differs."""
+
+    quantity: str
+    text: str
+    parameter: str | None = None  # the one that is furthest off, by its Hugging Face name
+
+    def __str__(self) -> str:
+        return f"{self.quantity}: {self.text}"
+
+
+def problems(found: LayoutComparison, *, head: str, lengths: Sequence[int]) -> list[Problem]:
+    """Returns the quantities that differ, in the order of a step. lengths: tokens of each sequence of the batch."""
+    named, bounds = "log-probs" if head == "lm" else "values", found.bounds
+    made: list[Problem | None] = [
+        _tensors("initial weights", found.start, 0.0),
+        _log_probs(named, found, bounds.log_probs, lengths),
+        _number("loss", found.loss, found.expected_loss, found.loss_error, bounds.loss),
+        _tensors("gradients", found.gradients, bounds.gradients),
+        _number("gradient norm", found.grad_norm, found.expected_grad_norm, found.grad_norm_error, bounds.grad_norm),
+        _tensors("weights after a step", found.weights, bounds.weights),
+    ]
+    return [problem for problem in made if problem is not None]
+
+
+def clue(found: Sequence[Problem]) -> str | None:
+    """Returns a hint on the cause from the first quantity that differs."""
+    if not found:
+        return None
+    quantities = [problem.quantity for problem in found]
+    first = quantities[0]
+    if first == "initial weights":
+        return "this layout starts from another model: look at how weights are loaded, or made where they are random"
+    if first == "loss" and "gradients" in quantities:
+        return "the model computes the same: look at the mask, the loss function, and what its sum is divided by"
+    if first in ("log-probs", "values"):
+        return "weights are the same and the forward pass is not: look at the first parameters below"
+    if first == "loss":
+        return "gradients are right and the loss that is reported is not: look at how it is summed over ranks"
+    if first in ("gradients", "gradient norm"):
+        return "the forward pass is right: look at the backward pass and at how gradients are summed over ranks"
+    return "gradients are right: look at the optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Undecided:
+    """Says why differences may be no fault."""
+
+    why: str
+    compared: bool  # whether some numbers that such a difference cannot touch are the same
+
+
+def undecided(found: LayoutComparison, differ: Sequence[Problem]) -> Undecided | None:
+    """Returns why the differences may be no fault; None if they are one, or there are none.
+
+    Another choice of experts explains log-probs that differ only after undecided routers. It is no excuse for a loss or
+    weights that differ while all log-probs are within their bound.
+    """
+    quantities = {problem.quantity for problem in differ}
+    if not quantities or "initial weights" in quantities:
+        return None
+    if found.bounds.certain and quantities <= {"gradients", "gradient norm", "weights after a step"}:
+        return Undecided(NOTHING_COMPARED, compared=False)
+    decided, bound, labels = found.decided_log_probs, found.bounds.log_probs, found.decided_labels
+    if decided is None or decided > bound:
+        return None
+    if found.log_probs <= bound:
+        flipped = labels > 0 and found.log_probs > (FLIPPED * decided if decided else bound / 10)
+        if not flipped or not quantities <= {"gradients", "gradient norm"}:
+            return None
+    if labels == 0:
+        why = f"nothing could be compared: {UNDECIDED}, and all labels are after one; {OTHER_BATCH}"
+        return Undecided(why, compared=False)
+    return Undecided(f"{UNDECIDED}; the {labels} labels before these are the same: {OTHER_BATCH}", compared=True)
+
+
+def _tensors(quantity: str, errors: TensorErrors, bound: float) -> Problem | None:
+    if not (errors.over or errors.missing or errors.unexpected):
+        return None
+    parts = []
+    if errors.over:
+        beyond = f" (bound {bound:g})" if bound else ""
+        parts.append(f"{errors.over} of {errors.compared} tensors are off{beyond}")
+        if errors.factor is not None:
+            parts.append(f"all of these are {errors.factor:.3g} times what they should be")
+        parts += [str(off) for off in errors.worst if off.error > bound]
+    for names, kind in ((errors.missing, "missing"), (errors.unexpected, "left over")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            parts.append(f"{kind}: {names[0]}{more}")
+    parameter = errors.worst[0].name if errors.over else [*errors.missing, *errors.unexpected][0]
+    return Problem(quantity, "; ".join(parts), parameter)
+
+
+def _number(quantity: str, actual: float, expected: float, error: float, bound: float) -> Problem | None:
+    if error <= bound:
+        return None
+    ratio = actual / expected if expected else math.inf
+    return Problem(quantity, f"{actual:.7g}, not {expected:.7g} ({ratio:.5g} times it; bound {bound:g})")
+
+
+def _log_probs(name: str, found: LayoutComparison, bound: float, lengths: Sequence[int]) -> Problem | None:
+    if found.log_probs <= bound:
+        return None
+    sequence, place = 0, found.log_probs_at
+    while place >= lengths[sequence]:
+        place, sequence = place - lengths[sequence], sequence + 1
+    return Problem(
+        name, f"off by up to {found.log_probs:.2g} (bound {bound:g}), at token {place} of sequence {sequence}"
+    )

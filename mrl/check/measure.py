@@ -6,6 +6,7 @@ The engine's own methods give whole values on the main process: nothing here kno
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.check.bounds import Bounds
-from mrl.check.compare import TensorErrors, is_sure, tensor_errors, update_error
-from mrl.config.schema import RoleConfig
+from mrl.check.compare import Bounds, LayoutComparison, TensorErrors, is_sure, tensor_errors, update_error
+from mrl.config.schema import REQUIRED, RoleConfig, key
 from mrl.engine.base import PLAIN_CTX, BaseEngine, LossFn
 from mrl.engine.lora.folder import read_adapter
 from mrl.engine.registry import build_engine
@@ -50,34 +50,6 @@ def numbers_file(folder: str | Path) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayoutComparison:
-    """Holds the errors of a layout against the reference."""
-
-    loss: float
-    expected_loss: float
-    grad_norm: float
-    expected_grad_norm: float
-    log_probs: float  # the largest difference
-    log_probs_at: int  # the place [T] of it
-    decided_log_probs: float | None  # the same of labels that no undecided router is before; None: all are
-    decided_labels: int  # how many such labels there are
-    start: TensorErrors  # weights before the step
-    gradients: TensorErrors
-    weights: TensorErrors  # what the step made of them
-    weights_share: float  # of the elements with a gradient, those whose update could be compared
-    bounds: Bounds
-
-    @property
-    def loss_error(self) -> float:
-        """Returns the difference, relative to losses above 1."""
-        return abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
-
-    @property
-    def grad_norm_error(self) -> float:
-        return abs(self.grad_norm - self.expected_grad_norm) / max(self.expected_grad_norm, 1e-30)
-
-
-@dataclasses.dataclass(frozen=True)
 class LayoutWork:
     """Is the step to compute for a layout."""
 
@@ -89,7 +61,7 @@ class LayoutWork:
     adapter: str | None  # a folder of adapters to start from
     reference: str  # a folder of `write`
     bounds: Bounds
-    undecided: Tensor | None = None  # [T], of `mrl.check.routers`
+    undecided: Tensor | None = None  # [T], of `mrl.check.reference`
     writes: bool = False  # whether this layout is what others are compared with
 
 
@@ -177,3 +149,34 @@ def _weight_errors(
 
     errors = tensor_errors(trained_weights(engine), expected.weights, bound=bounds.weights, error=error)
     return errors, compared / max(elements, 1)
+
+
+# -- a rank, for `mrl.launch.local.launch` -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Holds layouts on one number of processes, one after the other."""
+
+    folder: str = key(REQUIRED, "where the work lies, and what comes of it is left")
+    numbers: tuple[int, ...] = key((), "of the layouts")
+
+
+def work_file(folder: str, number: int) -> Path:
+    return Path(folder, f"work-{number}.pt")
+
+
+def result_file(folder: str, number: int) -> Path:
+    return Path(folder, f"result-{number}.pt")
+
+
+def run(task: Task, command_line: str) -> None:
+    """Runs the layouts on every rank."""
+    for number in task.numbers:
+        file = work_file(task.folder, number)
+        work: LayoutWork = torch.load(file, weights_only=False)  # made by this command
+        if work.writes:
+            write(work)
+        elif (found := measure(work)) is not None:
+            torch.save(found, result_file(task.folder, number))
+        gc.collect()

@@ -12,9 +12,11 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,7 +26,6 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from mrl import patches
-from mrl.check.muon import Muon, matrices
 from mrl.config.schema import OptimizerConfig
 from mrl.data.dataset import Example
 from mrl.weights.composites import COMPOSITES, as_stored_in
@@ -262,3 +263,122 @@ def _forget_lengths(model: torch.nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
+
+
+def matrices(name: str, tensor: Tensor, *, model_type: str) -> list[Tensor]:
+    """Returns views of the matrices that Muon updates in a parameter of a transformers model, or in its gradient.
+
+    Embeddings, heads, norms, biases and convolutions have none. transformers holds the experts of a layer in one
+    parameter, and the two projections of each side by side.
+    """
+    if ".layers." not in name or name.endswith(("bias", "conv1d.weight")) or tensor.ndim < 2:
+        return []
+    if tensor.ndim == 2:
+        return [tensor]
+    joined = "gate_up" in name
+    if model_type == "gpt_oss":  # columns are outputs, and those of the two projections alternate
+        return [m.T for expert in tensor for m in ([expert[:, ::2], expert[:, 1::2]] if joined else [expert])]
+    return [m for expert in tensor for m in (expert.chunk(2) if joined else [expert])]
+
+
+class Muon:
+    """Updates the matrices of some parameters by Muon, with fp64 products, as its author describes it.
+
+    https://kellerjordan.github.io/posts/muon
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig, *, model_type: str) -> None:
+        self.named, self.config, self.model_type = named, config, model_type
+        self.averages: dict[tuple[str, int], Tensor] = {}
+
+    def step(self, rate: float) -> None:
+        """Makes an update from the gradients that are there."""
+        own = self.config.muon
+        for name, parameter in self.named:
+            if parameter.grad is None:
+                continue
+            pairs = (matrices(name, t, model_type=self.model_type) for t in (parameter.data, parameter.grad))
+            for number, (weight, gradient) in enumerate(zip(*pairs, strict=True)):
+                average = (1 - own.momentum) * gradient
+                if (name, number) in self.averages:
+                    average += own.momentum * self.averages[name, number]
+                self.averages[name, number] = average
+                moved = own.momentum * average + (1 - own.momentum) * gradient if own.use_nesterov else average
+                scale = own.extra_scale_factor * _muon_scale(own.scale_mode, *weight.shape)
+                update = scale * newton_schulz(moved.double(), own.num_ns_steps)
+                weight -= rate * (self.config.weight_decay * weight + update.to(weight.dtype))
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Returns the matrix with singular values near 1: each step makes of one, s, 3.4445 s - 4.775 s^3 + 2.0315 s^5."""
+    x = matrix / max(float(matrix.norm()), 1e-7)
+    for _ in range(steps):
+        x3 = x @ x.T @ x
+        x = 3.4445 * x - 4.7750 * x3 + 2.0315 * (x @ x.T @ x3)
+    return x
+
+
+def _muon_scale(mode: str, rows: int, columns: int) -> float:
+    return {
+        "spectral": math.sqrt(max(rows, columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+        "shape_scaling": math.sqrt(max(1, rows / columns)),
+    }[mode]
+
+
+# -- tokens that a router is undecided about ---------------------------------------------------------------------------
+
+
+def has_experts(raw: Mapping[str, Any]) -> bool:
+    """Returns whether the model of a config.json routes tokens to experts."""
+    counts = [value for name, value in raw.items() if name.endswith("experts") and type(value) is int]
+    return any(count > 1 for count in counts)
+
+
+class _Choices(TorchFunctionMode):
+    """Notes narrow decisions of `torch.topk`: all routers of transformers choose by it, over [tokens, experts].
+
+    Two right computations may send such a token to different experts, and give other numbers from there on.
+    """
+
+    def __init__(self, rounding: float) -> None:
+        super().__init__()
+        self.rounding = rounding
+        self.narrow: Tensor | None = None  # [T], of any layer; None before the first choice
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            scores, count = args[0], args[1] if len(args) > 1 else (kwargs or {})["k"]
+            if scores.ndim == 2 and count < scores.shape[1]:  # of three dimensions are the best experts within a group
+                narrow_T = self._narrow(scores.detach().float(), count)
+                self.narrow = narrow_T if self.narrow is None else self.narrow | narrow_T
+        return found
+
+    def _narrow(self, scores_TE: Tensor, count: int) -> Tensor:
+        ordered_TE = scores_TE.sort(-1, descending=True).values
+        last_T, next_T = ordered_TE[:, count - 1], ordered_TE[:, count]
+        finite_TE = torch.where(scores_TE.isfinite(), scores_TE, 0.0)  # groups that are left out have -inf
+        size_T = torch.maximum(last_T.abs(), finite_TE.std(-1))
+        return next_T.isfinite() & (last_T - next_T <= self.rounding * size_T)
+
+
+@torch.no_grad()
+def undecided_tokens(
+    model: torch.nn.Module, examples: Sequence[Example], *, head: str, rounding: float
+) -> Tensor | None:  # fmt: skip
+    """Returns for each token of the batch [T] whether its router, or an earlier one in its sequence, is undecided.
+
+    Returns None for a model without routers, or without such a token.
+
+    rounding: how far apart two right scores may be, relative to their size.
+    """
+    found = []
+    for example in examples:
+        with _Choices(rounding) as choices:
+            predict(model, example, head=head)
+        if choices.narrow is None:
+            return None
+        found.append(choices.narrow.cummax(0).values)
+    all_T = torch.cat(found).cpu()
+    return all_T if all_T.any() else None

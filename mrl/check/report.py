@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from mrl.check.bounds import BOUNDS
+from mrl.check.compare import BOUNDS
 from mrl.check.run import CheckOptions, CheckRow, Listener, Report, check
 from mrl.doctor.examine import examine
 from mrl.errors import UserError
@@ -18,6 +18,7 @@ from mrl.launch.preflight import quiet
 from mrl.trainers.run_directory import git_states, versions
 from mrl.trainers.waits import WaitWatch
 from mrl.weights.json_file import plain_data
+from mrl.words import pluralize
 
 WIDTH = 100
 MIN_SHARE = 0.05
@@ -55,7 +56,10 @@ class Terminal(Listener):
             return
         if not self._began:
             self._began = True
-            self._head()
+            self.header("bounds", str(BOUNDS[self._dtype]))
+            echo("")
+            head = f"{'layout':22}{'procs':>5}{'loss':>9}{'norm':>9}{'log-probs':>10}{'gradients':>10}{'weights':>9}"
+            echo(head + "  verdict")
         echo(self._line(row))
         if row.failed is not None:
             echo(textwrap.indent(row.failed.strip(), "    "))
@@ -73,28 +77,16 @@ class Terminal(Listener):
     def close(self) -> None:
         self._watch.close()
 
-    def _head(self) -> None:
-        bounds = BOUNDS[self._dtype]
-        self.header("bounds", f"{bounds}")
-        echo("")
-        head = f"{'layout':22}{'procs':>5}{'loss':>9}{'norm':>9}{'log-probs':>10}{'gradients':>10}{'weights':>9}"
-        echo(head + "  verdict")
-
     def _line(self, row: CheckRow) -> str:
-        line, found = f"{row.name:22}{row.processes:5}", row.measured
-        if found is not None:
-            numbers = (
-                (found.loss_error, 9), (found.grad_norm_error, 9), (found.log_probs, 10), (found.gradients.error, 10),
-            )  # fmt: skip
-            line += "".join(f"{number:{width}.1e}" for number, width in numbers)
-            line += f"{'-':>9}" if found.weights_share < MIN_SHARE else f"{found.weights.error:9.1e}"
-        elif row.failed is None:
-            line += f"{'the others are compared with it':>47}"
-        else:
-            line += " " * 47
+        found, numbers = row.measured, ""
         verdict = row.verdict.upper() if row.verdict in ("failed", "different") else row.verdict
-        is_first = found is None and row.failed is None
-        return f"{line}  {'first' if is_first else verdict}"
+        if found is not None:
+            weights = "-" if found.weights_share < MIN_SHARE else f"{found.weights.error:.1e}"
+            numbers = f"{found.loss_error:9.1e}{found.grad_norm_error:9.1e}{found.log_probs:10.1e}"
+            numbers += f"{found.gradients.error:10.1e}{weights:>9}"
+        elif row.failed is None:
+            numbers, verdict = "the others are compared with it", "first"
+        return f"{row.name:22}{row.processes:5}{numbers:>47}  {verdict}"
 
 
 def run_and_show(*, as_json: bool, save: str | None = None, **given: Any) -> bool:
@@ -114,11 +106,11 @@ def run_and_show(*, as_json: bool, save: str | None = None, **given: Any) -> boo
             echo(f"saved    {file}: attach it to an issue")
     if as_json:
         echo(json.dumps(as_data(report, asked)))
-        return not (report.wrong or report.nothing)
-    for line in report.batch:
-        echo(f"the batch is not what its rows say: {line}")
-    echo("")
-    echo(summary(report))
+    else:
+        for line in report.batch:
+            echo(f"the batch is not what its rows say: {line}")
+        echo("")
+        echo(summary(report))
     return not (report.wrong or report.nothing)
 
 
@@ -129,7 +121,7 @@ def summary(report: Report) -> str:
     if report.nothing:
         parts.append(f"NOTHING COULD BE COMPARED of {', '.join(report.nothing)}")
     if report.same and not report.wrong:
-        parts.append(f"the same: {len(report.same)} {'row' if len(report.same) == 1 else 'rows'}")
+        parts.append(f"the same: {pluralize(len(report.same), 'row')}")
     return "; ".join(parts)
 
 

@@ -92,12 +92,11 @@ def first_rows(
     source = BatchSource(dataset, global_batch_size=count, seed=seed, shuffle=data.shuffle, prefetch=False)
     whole = [taken.items[0] for taken in itertools.islice(source.walk(), count)]
     source.close()
-    batch = batch_of(whole)
     shown = [shortened(example, length) for example in whole]
     words = f"data.train: the first {count} of the {of_batch} sequences of the first batch"
     if any(len(a.ids) != len(b.ids) for a, b in zip(shown, whole, strict=True)):
-        batch = batch_of(shown)
         words += f", of each at most {length} tokens around the first that trains"
+    batch = batch_of(shown)
     return Rows(shown, (), batch, counted(words, batch))
 
 

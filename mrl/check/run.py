@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,20 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrl.check import cut as cuts
-from mrl.check import layouts as words
 from mrl.check import reference
-from mrl.check.bounds import BOUNDS
-from mrl.check.command import CommandCheck, checked_of
-from mrl.check.folder import CheckedModel, make_folder
-from mrl.check.layouts import Layout
-from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import LayoutComparison, LayoutWork, StepNumbers, numbers_file
-from mrl.check.routers import has_experts, undecided_tokens
+from mrl.check.command import CommandCheck, Subject
+from mrl.check.compare import BOUNDS, LayoutComparison, Problem, Undecided, clue, problems, undecided
+from mrl.check.folder import CheckedModel, make_folder, parse_cut
+from mrl.check.layouts import Layout, Machine, choose_cut, layouts_of_config, machine, parse_layouts, size_of_batch
+from mrl.check.measure import LayoutWork, StepNumbers, Task, numbers_file, result_file, work_file
+from mrl.check.reference import has_experts, undecided_tokens
 from mrl.check.rows import Rows
-from mrl.check.subject import Subject
-from mrl.check.verdict import Problem, Undecided, clue, problems, undecided
-from mrl.check.worker import Task, result_file, work_file
 from mrl.config.command import TrainingCommand, all_training, command_of_data
 from mrl.config.load import apply_override, load_config, read_yaml
 from mrl.config.schema import MicroBatchConfig
@@ -39,6 +34,7 @@ from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
 from mrl.weights.hub import model_folder
 from mrl.weights.json_file import read_json
+from mrl.words import pluralize
 
 B_SCALE = 0.05
 """Deviation of what adapters start from: with B at zero, A would have no gradient."""
@@ -165,10 +161,9 @@ def check(asked: CheckOptions, listener: Listener) -> Report:
     try:
         session = Session(asked, command, config, Path(place), listener)
         subjects = session.checked.subjects(config, parts, paths)
-        for subject in subjects:
-            session.fit(subject)
-        for subject in subjects:
-            session.prepare(subject)
+        fitted = [session.fit(subject) for subject in subjects]
+        for subject, (model, layouts) in zip(subjects, fitted, strict=True):
+            session.prepare(subject, model, layouts)
         session.run()
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -180,17 +175,8 @@ class Item:
     """Is a layout of a model, to be run."""
 
     number: int
-    subject: Subject
-    layout: Layout
+    row: CheckRow  # without a result
     work: LayoutWork
-
-    @property
-    def name(self) -> str:
-        return f"{self.subject.part.role} {self.layout}".strip()
-
-    @property
-    def row(self) -> CheckRow:
-        return CheckRow(self.subject.part.role, str(self.layout), self.layout.processes)
 
 
 class Session:
@@ -200,26 +186,25 @@ class Session:
         self, asked: CheckOptions, command: TrainingCommand, config: Any, place: Path, listener: Listener
     ) -> None:  # fmt: skip
         self.asked, self.command, self.config, self.place, self.listener = asked, command, config, place, listener
-        self.checked: CommandCheck[Any] = checked_of(command)
+        assert command.checked is not None, command.name
+        self.checked: CommandCheck[Any] = pkgutil.resolve_name(command.checked)
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
-        self.models: dict[str, CheckedModel] = {}  # of each role
-        self.layouts: dict[str, list[Layout]] = {}  # of each role
         self.items: list[Item] = []
 
     def header(self, name: str, text: str) -> None:
         self.report.header.append((name, text))
         self.listener.header(name, text)
 
-    def fit(self, subject: Subject) -> None:
+    def fit(self, subject: Subject) -> tuple[CheckedModel, list[Layout]]:
         """Makes the folder and the layouts of one model. Raises UserError where something does not fit it."""
         self._check_router_losses(subject)
         on = machine(subject.config.engine.device, self.asked.nproc)
         if on.note:
             self.header("device", on.note)
         own, config = subject.config.engine.parallel, subject.config
-        named = None if self.asked.layouts == "auto" else words.named(self.asked.layouts, own)
-        cut = cuts.parse(self.asked.cut)
+        named = None if self.asked.layouts == "auto" else parse_layouts(self.asked.layouts, own)
+        cut = parse_cut(self.asked.cut)
         if cut is None:
             cut = choose_cut(read_json(Path(config.model.path, "config.json")), config.head, named, on)
         model = make_folder(
@@ -232,12 +217,10 @@ class Session:
                 "dtype", f"the step of the {subject.name} is compared in float32: in bfloat16 routers are undecided"
             )
         with self.command.rewrite_error_keys(self.config, subject.part.role):
-            layouts = self._layouts(subject, model, named, on)
-        self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
+            return model, self._layouts(subject, model, named, on)
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: Subject, model: CheckedModel, layouts: list[Layout]) -> None:
         """Makes the batch and the reference of one model, and the work of its layouts."""
-        model, layouts = self.models[subject.part.role], self.layouts[subject.part.role]
         on = machine(subject.config.engine.device, self.asked.nproc)
         rows = self._rows(subject, model, layouts, on)
         adapter = self._adapter(subject, model)
@@ -256,7 +239,8 @@ class Session:
                 bounds=BOUNDS[dtype], undecided=narrow,
                 writes=self.asked.against == "first" and layout == layouts[0],
             )  # fmt: skip
-            self.items.append(Item(len(self.items), subject, layout, work))
+            row = CheckRow(subject.part.role, str(layout), layout.processes)
+            self.items.append(Item(len(self.items), row, work))
 
     # -- what is checked ----------------------------------------------------------------------------------------------
 
@@ -291,7 +275,7 @@ class Session:
             return None
 
         if named is None:
-            return words.of_config(engine.parallel, most=on.processes, fits=lambda layout: refusal(layout) is None)
+            return layouts_of_config(engine.parallel, most=on.processes, fits=lambda layout: refusal(layout) is None)
         for layout in named:
             if layout.processes > on.processes:
                 why = f"{layout} needs {layout.processes} processes, and {on.processes} run here at a time"
@@ -367,12 +351,12 @@ class Session:
         """
         for item in self.items:
             torch.save(item.work, work_file(str(self.place), item.number))
-        order = sorted(self.items, key=lambda item: (not item.work.writes, item.layout.processes))
-        for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.layout.processes)):
+        order = sorted(self.items, key=lambda item: (not item.work.writes, item.row.processes))
+        for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.row.processes)):
             group = [item for item in together if self._has_reference(item)]
             while group:
-                shown, count = ", ".join(item.name for item in group), group[0].layout.processes
-                self.listener.doing(f"running {shown} on {count} {'process' if count == 1 else 'processes'}")
+                shown, count = ", ".join(item.row.name for item in group), group[0].row.processes
+                self.listener.doing(f"running {shown} on {pluralize(count, 'process', 'processes')}")
                 failed = self._launch(group, count)
                 group = self._collect(group, failed)
 
@@ -387,7 +371,7 @@ class Session:
         """Returns what ended the processes before their time."""
         task = Task(folder=str(self.place), numbers=tuple(item.number for item in group))
         try:
-            launch("mrl.check.worker:run", task, "", processes, quiet=True)
+            launch("mrl.check.measure:run", task, "", processes, quiet=True)
         except (UserError, RankFailed) as error:
             return str(error)
         return None
@@ -401,7 +385,7 @@ class Session:
             row = item.row
             if file.exists():
                 found: LayoutComparison = torch.load(file, weights_only=False)  # made by this command
-                differ = problems(found, head=item.subject.config.head, lengths=lengths)
+                differ = problems(found, head=item.work.config.head, lengths=lengths)
                 row = dataclasses.replace(row, measured=found, problems=differ)
             elif not (item.work.writes and numbers_file(item.work.reference).exists()):
                 row = dataclasses.replace(row, failed=failed or "it left no numbers")

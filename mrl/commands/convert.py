@@ -49,7 +49,7 @@ def import_(source: str, out: str, check: bool, no_logits: bool) -> None:
     _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.importing import import_hf
-        from mrl.convert.progress import ProgressLines
+        from mrl.convert.workspace import ProgressLines
 
         done = import_hf(source, out, progress=ProgressLines("imported"))
     for note in done.notes:
@@ -70,7 +70,7 @@ def export(
         raise UserError("--max-shard-size", why=why, fix="leave it out")
     with _conversion(out):
         from mrl.convert.exporting import export_adapter, export_hf
-        from mrl.convert.progress import ProgressLines
+        from mrl.convert.workspace import ProgressLines
 
         if adapter:
             done = export_adapter(ckpt, out, model=model, role=role)
@@ -104,9 +104,9 @@ def _compare(
     from mrl.launch.preflight import quiet
 
     with quiet():
-        from mrl.convert.opening import open_any
-        from mrl.convert.progress import ProgressLines
+        from mrl.convert.sources import open_any
         from mrl.convert.verifying import compare
+        from mrl.convert.workspace import ProgressLines
 
         model_b = None if own_base else model
         with (

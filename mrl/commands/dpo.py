@@ -35,7 +35,7 @@ class DPO(TrainingCommand[DPOConfig]):
     root = DPOConfig
     trainer = "mrl.trainers.dpo:run"
     task = "mrl.trainers.dpo:DPOTask"
-    checked = "mrl.check.of_dpo:CHECKED"
+    checked = "mrl.check.steps:DPO"
     order = 3
     null_fallbacks = {
         "reference.engine": "engine",

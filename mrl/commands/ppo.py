@@ -63,7 +63,7 @@ class PPO(TrainingCommand[PPOConfig]):
     root = PPOConfig
     trainer = "mrl.trainers.ppo:run"
     task = "mrl.trainers.rl.prompts:PromptsTask"
-    checked = "mrl.check.of_ppo:CHECKED"
+    checked = "mrl.check.steps:PPO"
     order = 2
     generates = merges_adapters = True
     null_fallbacks = {key: f"actor.{key.partition('.')[2]}" for key in ACTOR_FALLBACKS}

@@ -33,7 +33,7 @@ class RM(TrainingCommand[RMConfig]):
     root = RMConfig
     trainer = "mrl.trainers.rm:run"
     task = "mrl.trainers.rm:RMTask"
-    checked = "mrl.check.of_rm:CHECKED"
+    checked = "mrl.check.steps:RM"
     order = 4
 
     def check(self, config: RMConfig) -> None:

@@ -37,7 +37,7 @@ class SFT(TrainingCommand[SFTConfig]):
     root = SFTConfig
     trainer = "mrl.trainers.sft:run"
     task = "mrl.trainers.sft:SFTTask"
-    checked = "mrl.check.of_sft:CHECKED"
+    checked = "mrl.check.steps:SFT"
     order = 1
     null_fallbacks = {"teacher.engine": "engine", "teacher.model.dtype": "model.dtype"}
 

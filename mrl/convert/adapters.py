@@ -31,9 +31,8 @@ from mrl.weights.adapter_folder import CONFIG, MERGE
 from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.mcore_weights import FOLDER, is_imported
 from mrl.weights.pread import LazySlice, Region
-from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
+from mrl.weights.safetensors_io import DTYPES, NAMES, Slice, TensorInfo
 from mrl.weights.stacks import interleaved_rows, unstacking_read
 from mrl.weights.table import Family, HFConfig
 

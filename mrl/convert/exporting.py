@@ -15,19 +15,17 @@ from typing import Any
 
 import mrl
 from mrl.convert.adapters import MergedReader
-from mrl.convert.opening import open_adapter
-from mrl.convert.sources import HFFiles, Source, open_checkpoint
-from mrl.convert.workspace import Progress, Workspace, check_free, silent, write_tensors
+from mrl.convert.sources import HFFiles, Source, open_adapter, open_checkpoint
+from mrl.convert.workspace import Progress, Workspace, check_free, file_versions, silent, write_tensors
 from mrl.engine.lora.folder import name_base, read_adapter, write_adapter
 from mrl.errors import CheckpointError
-from mrl.weights.accounting import account
+from mrl.weights.accounting import account, count_key
 from mrl.weights.adapter_folder import WEIGHTS, is_adapter, merged_place
 from mrl.weights.companions import copy_companions
-from mrl.weights.mtp import count_key
-from mrl.weights.reader import Slice
 from mrl.weights.rules import expected_hf_names, value_head_config
 from mrl.weights.safetensors_io import (
     INDEX,
+    Slice,
     index_text,
     lay_out,
     main_dtype,
@@ -88,13 +86,7 @@ def export_hf(
 
         with Workspace(out, _plan(source, files), needed) as work:
             makers = {
-                file: functools.partial(
-                    write_tensors,
-                    lay_out(tensors, files.metadata[file]),
-                    tensors,
-                    read,
-                    advance,
-                )
+                file: functools.partial(write_tensors, lay_out(tensors, files.metadata[file]), tensors, read, advance)
                 for file, tensors in shards.items()
             }
             work.write_all(makers, advance)
@@ -177,11 +169,10 @@ def _notes(source: Source) -> list[str]:
 def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
     layout = json.dumps({file: [[n, i.dtype, i.shape] for n, i in of] for file, of in files.files.items()})
     weights = source.folder / "mcore" if (source.folder / "mcore").is_dir() else source.folder
-    stats = {path.name: path.stat() for path in sorted(weights.iterdir()) if path.is_file()}
     return {
         "command": "export", "mrl": mrl.__version__, "folder": str(source.folder.resolve()),
         "files": hashlib.sha256(layout.encode()).hexdigest(),
-        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "source": file_versions(path for path in weights.iterdir() if path.is_file()),
     }  # fmt: skip
 
 

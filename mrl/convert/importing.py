@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mrl
 from mrl.convert.sources import Source, open_hf, source_as_json
-from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, silent, write_tensors
+from mrl.convert.workspace import FileSummary, Progress, Workspace, check_free, file_versions, silent, write_tensors
 from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys, saved_bytes
 from mrl.errors import ModelError
@@ -43,10 +43,9 @@ from mrl.weights.mcore_weights import (
     stored_dtypes,
     stored_key,
     stored_shapes,
-    whole_rules,
 )
-from mrl.weights.rules import Rule, expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, SINGLE, lay_out, tensor_bytes
+from mrl.weights.rules import Rule, expected_hf_names, whole_rules
+from mrl.weights.safetensors_io import DTYPES, SINGLE, lay_out, split_by_bytes, tensor_bytes
 from mrl.words import shorten_list
 
 FILE_BYTES = 2**29
@@ -135,14 +134,7 @@ def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
 
 def _group(parts: list[_Part], file_bytes: int) -> dict[str, list[_Part]]:
     """Returns the parts of each data file."""
-    groups: list[list[_Part]] = [[]]
-    filled = 0
-    for part in parts:
-        if groups[-1] and filled + part.bytes > file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += part.bytes
+    groups = split_by_bytes(parts, lambda part: part.bytes, file_bytes)
     return {f"{FOLDER}/__0_{i}.distcp": group for i, group in enumerate(groups)}
 
 
@@ -212,11 +204,8 @@ def _description(model: Source) -> dict[str, Any]:
 def _fingerprint(model: Source) -> dict[str, Any]:
     """Returns a fingerprint that tells this source from any other, and from itself after a change."""
     config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
-    stats = {path.name: path.stat() for path in sorted(model.folder.glob("*.safetensors"))}
-    return {
-        "folder": str(model.folder.resolve()), "config": config,
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-    }  # fmt: skip
+    files = file_versions(model.folder.glob("*.safetensors"))
+    return {"folder": str(model.folder.resolve()), "config": config, "files": files}
 
 
 def _notes(model: Source) -> list[str]:

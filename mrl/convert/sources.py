@@ -17,26 +17,30 @@ from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
 from mrl.config.sources import RAW_TEXT
-from mrl.convert.adapters import SavedAdapters, merge_checkpoint_adapters, saved_adapters
+from mrl.convert.adapters import SavedAdapters, merge_adapter_folder, merge_checkpoint_adapters, saved_adapters
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
+<<<<<<< HEAD
 from mrl.errors import CheckpointError, ModelError, UserError, quoted
 from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.weights.adapter_folder import is_adapter, merged_place
+=======
+from mrl.errors import CheckpointError, ModelError, quoted
+from mrl.weights.accounting import LM_HEAD, OWN_COUNT, SCORE, check_model, copies_of, mtp_layers, shared_tensors
+from mrl.weights.adapter_folder import base_of, is_adapter, merged_place
+>>>>>>> h/s7
 from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import family_for, family_of
-from mrl.weights.fused import unstack_experts
 from mrl.weights.hf_config import GGUF, read_hf_config
 from mrl.weights.json_file import read_json
 from mrl.weights.mcore_weights import MARKER, check_architecture, read_description
-from mrl.weights.mtp import OWN_COUNT, mtp_layers, shared_tensors
 from mrl.weights.pt_file import load_pt
 from mrl.weights.quantized import check_readable
-from mrl.weights.reader import WeightReader
-from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, read_header_text
+from mrl.weights.safetensors_io import INDEX, SafetensorsReader, TensorInfo, WeightReader, main_dtype, read_header_text
+from mrl.weights.stacks import unstack_experts
 from mrl.weights.table import Family
 
 _READING_ERRORS = (OSError, RuntimeError, UserError)
@@ -346,7 +350,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
 
 
 def _model_of(
-    folder: Path, model: str | None, role: str | None, *, weights: bool = False
+    folder: Path, model: str | None, role: str | None, *, weights: bool
 ) -> tuple[Path, ModelConfig | None, str | None]:
     """Returns the Hugging Face folder of a run's checkpoint, the run's section about the model, and the chat template.
 
@@ -379,3 +383,26 @@ def _model_of(
 
     key = "--model" if model is not None else f"{file}: model.path"
     return Path(model_folder(path, weights=weights, key=key)), config, template
+
+
+def open_any(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
+    """Opens a Hugging Face folder, an adapter folder over its base (or `model`), or a path for `open_checkpoint`."""
+    if atomic_checkpoint.names_checkpoint(path):
+        return open_checkpoint(path, model=model, role=role)
+    place = local_folder(path)
+    if (place / "config.json").is_file() and not (place / MARKER).is_file():
+        return open_hf(place)
+    if is_adapter(place):
+        return open_adapter(place, model=model)
+    return open_checkpoint(place, model=model, role=role)
+
+
+def open_adapter(folder: Path, *, model: str | None) -> Source:
+    """Opens an adapter folder, merged into its base, in the base's dtype. model: the base, if it lies elsewhere."""
+    base = local_folder(model or base_of(folder))
+    with open_any(base) as plain:
+        dtype = main_dtype(plain.reader.tensors)
+        hf_config, family = plain.hf_config, plain.family
+    reader = merge_adapter_folder(folder, str(base), family, hf_config, dtype)
+    what = f"adapters over {base}"
+    return Source(folder, what, reader, hf_config, family, reader.head, base, None, {})

@@ -15,10 +15,12 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
@@ -28,8 +30,7 @@ from mrl.errors import ModelError, is_full
 from mrl.weights.checksums import crc32_of
 from mrl.weights.fsync import fsync_path, write_synced
 from mrl.weights.mcore_weights import blocks_of_rows
-from mrl.weights.reader import Slice
-from mrl.weights.safetensors_io import DTYPES, Shard, TensorInfo
+from mrl.weights.safetensors_io import DTYPES, Shard, Slice, TensorInfo
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2
@@ -223,5 +224,41 @@ def check_free(out: Path) -> None:
         raise ModelError(out, why="exists and is not an empty folder", fix="give another one, or remove it")
 
 
+def file_versions(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """Returns name -> size and time of each file, which tell it from itself after a change."""
+    stats = {path.name: path.stat() for path in sorted(paths)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
 def _is_as_written(path: Path, summary: FileSummary) -> bool:
     return path.is_file() and path.stat().st_size == summary["size"] and crc32_of(path) == summary["crc32"]
+
+
+EVERY_S = 10.0
+
+
+class ProgressLines:
+    """Shows a conversion's progress. A call with the bytes in all returns a function that takes bytes done, in any
+    thread.
+
+    verb: as in "imported".
+    """
+
+    def __init__(self, verb: str, stream: TextIO = sys.stderr) -> None:
+        self.verb, self.stream = verb, stream
+        self._lock = threading.Lock()
+
+    def __call__(self, total: int) -> Callable[[int], None]:
+        self.total, self.done = total, 0
+        self._begun = self._shown = time.monotonic()
+        return self._advance
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+            now = time.monotonic()
+            if now - self._shown >= EVERY_S or self.done == self.total:
+                self._shown = now
+                speed = int(self.done / max(now - self._begun, 1e-3))
+                line = f"{self.verb} {decimal(self.done)} of {decimal(self.total)}, {decimal(speed)}/s"
+                print(line, file=self.stream, flush=True)

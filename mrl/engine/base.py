@@ -31,9 +31,9 @@ from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, Genera
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
+from mrl.weights.accounting import OWN_COUNT, count_key
 from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.hf_config import changes_to_text
-from mrl.weights.mtp import OWN_COUNT, count_key
 from mrl.weights.rules import value_head_config
 from mrl.weights.safetensors_io import HFWriter, TensorInfo
 from mrl.weights.table import Family

@@ -12,13 +12,12 @@ import torch
 
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ModelError
-from mrl.weights.accounting import SCORE, check_model
+from mrl.weights.accounting import OWN_COUNT, SCORE, check_model, mtp_tensors, num_mtp_layers
 from mrl.weights.composites import CarriedReader
-from mrl.weights.fused import unstack_experts
 from mrl.weights.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
-from mrl.weights.mtp import OWN_COUNT, mtp_tensors, num_mtp_layers
 from mrl.weights.rules import expected_hf_names
 from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader
+from mrl.weights.stacks import unstack_experts
 from mrl.weights.table import Family, HFConfig
 from mrl.words import pluralize, shorten_list
 

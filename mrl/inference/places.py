@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.config.inference import PlaceConfig
-from mrl.convert.opening import open_any
-from mrl.convert.sources import Source
+from mrl.convert.sources import Source, open_any
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST, names_checkpoint
 from mrl.engine.fsdp.positions import length_dependent_positions

@@ -1,7 +1,8 @@
 """Remembers what the server has promised: sessions, models, saves and samplers.
 
 `ledger.jsonl` in the run's directory has a line for each event. It is written before the client is told, and the next
-start reads it. A model's weights are in its checkpoints alone: later steps are gone with the server.
+start reads it. A model's weights are in its checkpoints alone: later steps are gone with the server,
+except what a start leaves for the next in `suspended/`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ import time
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
-from mrl.errors import UserError, unwritable
+from mrl.config.load import to_dict
+from mrl.config.resume import changed_keys
+from mrl.config.serve import ServeConfig
+from mrl.engine.collective import all_ranks
+from mrl.errors import CheckpointError, ConfigError, ModelError, UserError, first_line, show, unwritable
 from mrl.serve.operations import ModelKind
+from mrl.serve.request_queue import RequestQueue
+from mrl.weights.json_file import read_json
 from mrl.words import shorten_list
 
 PREFIX = "tinker://"
@@ -151,12 +158,12 @@ class Ledger:
             self.samplers = {**self.samplers, fields["id"]: SamplerRecord(**fields)}
         elif event == "saved":
             saved = SavedRecord(**fields)
-            self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
+            self.deleted.discard(self.folder_of(saved))
             self.saved = {**self.saved, saved.path: saved}
         elif event == "deleted":
             gone = self.saved.get(fields["path"])
             if gone is not None:
-                self.deleted.add(self.folder_of(gone.run, gone.part, gone.name))
+                self.deleted.add(self.folder_of(gone))
             self.saved = {path: saved for path, saved in self.saved.items() if path != fields["path"]}
         else:
             raise ValueError(f"an unknown event {event}")
@@ -211,8 +218,12 @@ class Ledger:
 
     # -- where things are --------------------------------------------------------------------------------------------
 
-    def folder_of(self, run: str, part: str, name: str) -> pathlib.Path:
-        """Returns the folder of a save. Raises UserError for a name that may lead elsewhere."""
+    def folder_of(self, saved: SavedRecord) -> pathlib.Path:
+        """Returns the folder of a save."""
+        return self.folder_at(saved.run, saved.part, saved.name)
+
+    def folder_at(self, run: str, part: str, name: str) -> pathlib.Path:
+        """Returns the folder of a save to come. Raises UserError for a name that may lead elsewhere."""
         check_name(name)
         if not _RUN.fullmatch(run) or part not in PARTS:
             path = f"{PREFIX}{run}/{part}/{name}"
@@ -247,3 +258,36 @@ def check_name(name: str) -> None:
     """Raises UserError for a name that is no name of a folder."""
     if not _NAME.fullmatch(name):
         raise UserError("name", name, "is no name", "give 1 to 255 letters, digits, _, . and -, not with a . first")
+
+
+def layout_of(config: ServeConfig) -> dict[str, Any]:
+    """Returns what must be equal for one start to read another's suspended state: config keys, and processes."""
+    engine = config.engine
+    keys = {"backend": engine.backend, "parallel": to_dict(engine.parallel), "fsdp": to_dict(engine.fsdp)}
+    return {"engine": keys, "model": to_dict(config.model), "processes": all_ranks().size}
+
+
+def read_state(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what the main rank wrote. Raises CheckpointError if `suspend` did not write that."""
+    try:
+        state = read_json(folder / "desk.json")
+        RequestQueue(max_waiting=1).restore(state["desk"])
+        lost = {model: dict(passes) for model, passes in state["lost"].items()}
+        return {"layout": state["layout"], "desk": state["desk"], "lost": lost}
+    except (ModelError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = f"is damaged ({type(error).__name__}: {first_line(error)})"
+        raise CheckpointError(folder, why=why) from error
+
+
+def refuse_other_layout(config: ServeConfig) -> None:
+    """Raises ConfigError if suspended models do not fit this start, or the ledger is no file."""
+    folder = Ledger(pathlib.Path(config.output_dir)).suspended
+    try:
+        before = read_state(folder)["layout"]
+    except CheckpointError:
+        return  # there is none, or it will be put aside
+    changed = changed_keys(before, layout_of(config))
+    if changed:
+        differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
+        fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
+        raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)

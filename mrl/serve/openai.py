@@ -29,14 +29,13 @@ from mrl.engine.base import Completion
 from mrl.errors import UserError
 from mrl.inference.streaming import StreamedText
 from mrl.serve.app import ENDS, ClientRequest
-from mrl.serve.ledger import Ledger, SamplerRecord
+from mrl.serve.ledger import SamplerRecord
 from mrl.serve.models import SampleOutcome
 from mrl.serve.operations import DrawSamples
-from mrl.serve.prompts import Prompts
-from mrl.serve.request_queue import JSON, Future, RequestQueue, Result
+from mrl.serve.request_queue import JSON, Future, Result
 from mrl.serve.requests import MAX_NUMBERS, RequestError, check_numbers, field, number, refuse_fields, seed_of
-from mrl.serve.sampling import MAX_SAMPLES, SamplingHandlers, sampling_of, source_of
-from mrl.serve.training import PreparedOperation, ServedModel
+from mrl.serve.sampling import MAX_SAMPLES, Prompts, SamplingHandlers, sampling_of, source_of
+from mrl.serve.training import PreparedOperation
 
 DEFAULT_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
@@ -72,17 +71,12 @@ class OpenAIHandlers:
     """Handles OpenAI's endpoints."""
 
     def __init__(
-        self,
-        served: ServedModel,
-        ledger: Ledger,
-        request_queue: RequestQueue,
-        sampling: SamplingHandlers,
-        tokenizer: PreTrainedTokenizerBase,
-        snapshots: Callable[[], Collection[str]],
+        self, sampling: SamplingHandlers, tokenizer: PreTrainedTokenizerBase, snapshots: Callable[[], Collection[str]]
     ) -> None:
         self.snapshots = snapshots  # names of those that the ranks have
-        self.served, self.ledger, self.request_queue, self.sampling = served, ledger, request_queue, sampling
-        self.tokenizer, self.prompts = tokenizer, Prompts(tokenizer, served.limits)
+        self.sampling, self.tokenizer = sampling, tokenizer
+        self.served, self.ledger, self.request_queue = sampling.served, sampling.ledger, sampling.request_queue
+        self.prompts = Prompts(tokenizer, self.served.limits)
 
     async def models(self, request: ClientRequest) -> Response:
         saved = [one.path for one in self.ledger.saved.values() if one.part == "sampler_weights"]
@@ -99,14 +93,14 @@ class OpenAIHandlers:
         return JSONResponse(_about(name))
 
     async def completions(self, request: ClientRequest) -> Response:
-        return await self._answer(await run_in_threadpool(self._completions, request.json), request)
+        return await self._answer(self._completions, request)
 
     def _completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         prompts = self.prompts.of_completions(body)
         return self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
 
     async def chat_completions(self, request: ClientRequest) -> Response:
-        return await self._answer(await run_in_threadpool(self._chat_completions, request.json), request)
+        return await self._answer(self._chat_completions, request)
 
     def _chat_completions(self, body: Mapping[str, Any]) -> CompletionRequest:
         ids = self.prompts.of_chat(body)
@@ -179,8 +173,11 @@ class OpenAIHandlers:
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    async def _answer(self, wanted: CompletionRequest, request: ClientRequest) -> Response:
+    async def _answer(
+        self, parse: Callable[[Mapping[str, Any]], CompletionRequest], request: ClientRequest
+    ) -> Response:
         """Answers when all is drawn, or as it comes. If the client hangs up, nothing more is drawn for it."""
+        wanted = await run_in_threadpool(parse, request.json)
         id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
         loop = asyncio.get_running_loop()
         self.request_queue.check_room(len(wanted.samples))  # for all or none: it is asked for again

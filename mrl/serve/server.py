@@ -15,11 +15,10 @@ import pathlib
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
-from transformers import PreTrainedTokenizerBase
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import OptimizerConfig, RoleConfig
@@ -30,14 +29,12 @@ from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine, engine_class
 from mrl.errors import ConfigError, Stopped, UserError
 from mrl.serve import operations as ops
-from mrl.serve import suspended
 from mrl.serve.app import Auth, ClientRequest, HTTPServer, make_retrieve_handler, open_socket, route
 from mrl.serve.datums import Limits
-from mrl.serve.ledger import Ledger, SavedRecord
-from mrl.serve.links import ROOT, DownloadLinks
+from mrl.serve.ledger import Ledger, SavedRecord, layout_of, read_state, refuse_other_layout
 from mrl.serve.models import Models, ServerFault, write_error_line
 from mrl.serve.openai import OpenAIHandlers
-from mrl.serve.records import RecordHandlers
+from mrl.serve.records import ROOT, RecordHandlers
 from mrl.serve.request_queue import QueuedRequest, RequestQueue, Result, Work
 from mrl.serve.sampling import SamplingHandlers
 from mrl.serve.servers import ServedAdapter, Servers
@@ -82,7 +79,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: used_folder.refuse_foreign(directory.path))
-            engine.on_main(lambda: suspended.refuse_other_layout(config))
+            engine.on_main(lambda: refuse_other_layout(config))
             listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
             engine.on_main(lambda: listens.append(closing.enter_context(open_socket(keys.host, keys.port))))
             say_all(console, engine.notes)
@@ -112,17 +109,14 @@ def _serve(
         if not main:
             _follow(models)
             return
-        server = Server(
-            config, served, models.end_tokens.ids, models.tokenizer, console, *listens,
-            snapshots=lambda: set(models.snapshots),
-        )  # fmt: skip
+        server = Server(config, served, models, console, *listens)
         server.ledger.remove_partial()
-        for line in filter(None, [server.ledger.skipped_lines(), *resume(server, models)]):
+        for line in filter(None, [server.ledger.skipped_lines(), *server.resume()]):
             console.say(line)
         say_all(console, models.end_tokens.notes(models.tokenizer, "completions end there, too, and exports name it"))
         server.http.start()
         server.print_ready()
-        lead(server, models, stop)
+        server.lead(stop)
 
 
 def role_config(config: ServeConfig, folder: str) -> RoleConfig:
@@ -140,18 +134,17 @@ def role_config(config: ServeConfig, folder: str) -> RoleConfig:
 
 
 class Server:
-    """Holds the main rank's records, queues, and the thread that listens."""
+    """Holds the main rank's records, queues, and the thread that listens. Does clients' work on all ranks."""
 
     def __init__(
-        self, config: ServeConfig, served: ServedModel, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
-        console: Console, listens: socket.socket, *, snapshots: Callable[[], Collection[str]],
-    ) -> None:  # fmt: skip
-        self.config, self.served, self.console = config, served, console
+        self, config: ServeConfig, served: ServedModel, models: Models, console: Console, listens: socket.socket
+    ) -> None:
+        self.config, self.served, self.models, self.console = config, served, models, console
         self.request_queue = RequestQueue(max_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = TrainingHandlers(served, self.ledger, self.request_queue)
-        self.sampling = SamplingHandlers(served, self.ledger, self.request_queue, ends)
-        self.openai = OpenAIHandlers(served, self.ledger, self.request_queue, self.sampling, tokenizer, snapshots)
+        self.sampling = SamplingHandlers(served, self.ledger, self.request_queue, models.end_tokens.ids)
+        self.openai = OpenAIHandlers(self.sampling, models.tokenizer, lambda: set(models.snapshots))
         keys = config.serve
         self.servers = None
         if keys.servers.kind is not None:
@@ -159,8 +152,7 @@ class Server:
         self.http = HTTPServer(self._routes(), listens)
 
     def _routes(self) -> list[Any]:
-        training, sampling, links = self.training, self.sampling, DownloadLinks(self.ledger)
-        records = RecordHandlers(self.ledger, links)
+        training, sampling, records = self.training, self.sampling, RecordHandlers(self.ledger)
         auth = Auth(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
         doors = {"forward_backward": dataclasses.replace(auth, is_json=False)}
         of_texts = dataclasses.replace(auth, max_bytes=min(auth.max_bytes, MAX_TEXT_BYTES))
@@ -212,7 +204,7 @@ class Server:
             "POST chat/completions": self.openai.chat_completions,
         }
         signed = ROOT + "/{until}/{signature}/{what:path}"
-        routes = [route("GET", signed, links.follow, Auth(None, 0, is_public=True))]
+        routes = [route("GET", signed, records.follow_link, Auth(None, 0, is_public=True))]
         for root, below, usual in ((API, handlers, auth), ("/v1", of_openai, of_texts)):
             for name, handler in below.items():
                 method, path = name.split()
@@ -232,6 +224,220 @@ class Server:
         self.request_queue.end()
         self.http.stop()
 
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def lead(self, stop: StopSignal) -> None:
+        """Takes work from the queues until a signal comes."""
+        looked = time.monotonic()
+        while not stop.requested:
+            work = self.request_queue.next_work(SIGNAL_CHECK_S)
+            now = time.monotonic()
+            if not self.http.thread.is_alive():  # nobody would hear of it otherwise
+                raise RuntimeError("the thread that listens has ended")
+            self.ledger.clear()
+            if work is not None:
+                self.do_work(work)
+            if time.monotonic() - self.models.spoken > PULSE_S:  # also if inference servers do all the work
+                self.do_on_all_ranks(ops.Idle())
+            if now - looked > min(SILENCE_CHECK_S, self.config.serve.silent_s / 4):
+                self._release_idle()
+                looked = now
+        try:
+            self.suspend()
+        except UserError:  # a full disk; all ranks have it
+            self.stop()
+            self.do_on_all_ranks(ops.Shutdown())
+            raise
+        self.do_on_all_ranks(ops.Shutdown())
+
+    def suspend(self) -> None:
+        """Does what models have yet to do, and writes their state for the next start. Clients ask again for samples."""
+        self.request_queue.close()
+        if self.servers is not None:
+            self.servers.close()
+        until = time.monotonic() + DRAIN_S
+        while time.monotonic() < until:
+            turn = self.request_queue.next_work(0)
+            if turn is None:
+                break
+            self.ledger.clear()
+            if not isinstance(turn.queue, SamplingQueue):
+                self.do_work(turn)
+        why = "the server was ended before this was done, and it was not done; send it again"
+        for work in self.request_queue.fail_waiting(why):
+            work.on_failure(why)
+        folder = self.ledger.suspended
+        shutil.rmtree(folder, ignore_errors=True)
+        self.do_on_all_ranks(ops.SuspendModels(f"{folder}.partial"))
+        lost = {model: list(passes.items()) for model, passes in self.training.lost.items()}
+        state = {"layout": layout_of(self.config), "desk": self.request_queue.state(), "lost": lost}
+        try:
+            (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
+            os.rename(f"{folder}.partial", folder)
+        except OSError as error:
+            raise write_error_line(error) from error
+        self.stop()
+
+    def resume(self) -> list[str]:
+        """Restores what `suspend` wrote. Returns lines on it. Damaged state is put aside, and nothing of it is taken.
+
+        It removes the folder at once, so nothing stale is left if a later end suspends nothing.
+        """
+        folder = self.ledger.suspended
+        shutil.rmtree(f"{folder}.partial", ignore_errors=True)
+        if not folder.exists():
+            return []
+        try:
+            state = read_state(folder)
+            self.do_on_all_ranks(ops.ResumeModels(str(folder)))
+        except UserError as error:
+            aside = f"{folder}.damaged-{time.time_ns()}"
+            os.rename(folder, aside)
+            return [f"{error}: {aside} has it, and models of the last start are gone but for what was saved"]
+        self.request_queue.restore(state["desk"])
+        self.training.lost = state["lost"]
+        unknown = sorted(self.models.waiting.keys() - (self.ledger.models.keys() & state["desk"]["numbers"].keys()))
+        if unknown:  # their lines of the ledger were passed over
+            self.do_on_all_ranks(ops.ForgetModels(models=unknown))
+        here = self.training.restore(self.models.waiting, self.models.snapshots)
+        os.rename(folder, f"{folder}.partial")  # at once: half of it could not be resumed
+        shutil.rmtree(f"{folder}.partial")
+        return [f"going on with {here} of the last start"] if here else []
+
+    def do_work(self, work: Work) -> None:
+        """Does the work of a queue, and finishes its futures."""
+        if isinstance(work.queue, SamplingQueue):
+            self._sample(work.queue, work.requests)
+            return
+        [waiting] = work.requests
+        operation = waiting.operation.operation
+        try:
+            result = self._done(waiting.operation)
+        except UserError as error:
+            waiting.operation.on_failure(str(error))
+            self.request_queue.fail(waiting.future, "server" if isinstance(error, ServerFault) else "user", str(error))
+            if isinstance(operation, (ops.CreateModel, ops.LoadModel)) and not self.ledger.models[operation.model].here:
+                self.training.forget(operation.model, error)
+            return
+        self.request_queue.finish(waiting.future, result)
+
+    def _done(self, work: PreparedOperation) -> Result:
+        """Does a client's operation on all ranks.
+
+        A full disk does not end the server, unless it stops one of several ranks: the others wait for it.
+        """
+        alone = all_ranks().size == 1
+        try:
+            work.check()
+        except UserError:
+            if work.fallback is not None:
+                self.do_on_all_ranks(work.fallback)
+            raise
+        try:
+            outcome = self.do_on_all_ranks(work.operation)
+            alone = True
+            return work.answer(outcome)
+        except OSError as error:
+            if not alone:
+                raise
+            raise write_error_line(error) from error
+
+    def _sample(self, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> None:
+        """Draws more tokens of all samples from one place; inference servers draw what they can.
+
+        Samples that are not whole wait for the next turn, together with new ones.
+        """
+        waiting, unwanted = self.request_queue.split_abandoned(waiting)
+        try:
+            if self.servers is not None:
+                waiting = self._draw_on_servers(queue, waiting)
+            if not waiting and not unwanted:
+                return
+            snapshot = self._snapshot(queue)
+            running = self.models.running[snapshot][0] if snapshot in self.models.running else {}
+            begun = {one.future.id: one.operation.operation for one in waiting if one.future.id not in running}
+            left = [id for id in unwanted if id in running]
+            ended = self.do_on_all_ranks(ops.ContinueSampling(snapshot, begun, SLICE, left)) if begun or running else {}
+            answered = [one for one in waiting if one.future.id in ended]
+            results = [one.operation.answer(ended[one.future.id]) for one in answered]
+        except UserError as error:
+            for one in waiting:
+                self.request_queue.fail(one.future, "server" if isinstance(error, ServerFault) else "user", str(error))
+            return
+        for one, result in zip(answered, results, strict=True):
+            self.request_queue.finish(one.future, result)
+        rest = [one for one in waiting if one.future.id not in ended]
+        if rest:
+            self.request_queue.put_back(queue, rest)
+        for one in rest:
+            if one.operation.progress is not None:
+                one.operation.progress(self.models.running[snapshot][0][one.future.id].completions)
+
+    def _draw_on_servers(self, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> Sequence[QueuedRequest]:
+        """Gives the inference servers the samples that they can draw, and returns the rest. Raises UserError."""
+        assert self.servers is not None
+        adapter = None
+        if queue.path is not None:
+            saved = self._saved(queue)
+            adapter = ServedAdapter(str(self.ledger.folder_of(saved)), saved.time)
+        elif queue.snapshot is not None:
+            if queue.snapshot not in self.models.folders:  # it is of an earlier start, or is gone
+                return waiting
+            adapter = ServedAdapter(self.models.folders[queue.snapshot])
+        theirs = [one for one in waiting if self.servers.can_draw(one.operation.operation)]
+        self.servers.draw(theirs, adapter)
+        return [one for one in waiting if one not in theirs]
+
+    def _saved(self, queue: SamplingQueue) -> SavedRecord:
+        """Returns the save that a queue samples from. Raises UserError if it is gone."""
+        assert queue.path is not None
+        saved = self.ledger.find(queue.path)
+        if saved.time != queue.saved:
+            raise UserError("model_path", queue.path, "was saved anew since", "make another sampling client")
+        return saved
+
+    def _snapshot(self, queue: SamplingQueue) -> str | None:
+        """Returns the name of the snapshot to sample from; reads it if it is only saved. Raises UserError."""
+        if queue.path is None:
+            if queue.snapshot is not None and queue.snapshot not in self.models.snapshots:
+                why = "is gone: newer ones took its place, its client ended, or the server was started anew"
+                fix = "save it under a name"
+                raise UserError("sampling_session_id", queue.snapshot, why, fix)
+            return queue.snapshot
+        name = f"{queue.path}@{queue.saved}"
+        if name not in self.models.snapshots:
+            saved = self._saved(queue)
+            folder = str(self.ledger.folder_of(saved))
+            self.do_on_all_ranks(ops.LoadSnapshot(name, saved.kind, folder))
+        return name
+
+    def _release_idle(self) -> None:
+        """Frees the models of silent clients, and removes saves whose time is over."""
+        now = time.time()
+        self.ledger.expire(now)
+        for model, count in self.request_queue.fail_overdue().items():
+            self.training.fail_pass(str(model), count, f"the call with seq_id {count} has not come")
+        gone = {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
+        silent = [
+            m.id
+            for m in self.ledger.models.values()
+            if m.here and m.session in gone and not self.request_queue.has_work(m.id)
+        ]
+        snapshots = [
+            name for name in self.models.snapshots
+            if name.partition(":")[0] in gone and not self.request_queue.has_work(SamplingQueue(None, None, name))
+        ]  # fmt: skip
+        if silent or snapshots:
+            self.do_on_all_ranks(ops.ForgetModels(silent, snapshots))
+        for id in silent:
+            self.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
+
+    def do_on_all_ranks(self, operation: Any) -> Any:
+        """Does an operation on all ranks; the main one tells the others. Returns its outcome."""
+        self.models.spoken = time.monotonic()  # not of each turn: what inference servers draw is told to no other rank
+        on_main(lambda: operation)
+        return None if isinstance(operation, (ops.Idle, ops.Shutdown)) else self.models.do(operation)
+
 
 def client_address(host: str) -> str:
     """Returns the host that clients use in a URL. If all addresses are listened on, it is the machine's name."""
@@ -248,234 +454,6 @@ def _constant(answer: Any) -> Any:
         return JSONResponse(answer)
 
     return handler
-
-
-# -- the main rank -----------------------------------------------------------------------------------------------------
-
-
-def lead(server: Server, models: Models, stop: StopSignal) -> None:
-    """Takes work from the queues until a signal comes."""
-    looked = time.monotonic()
-    while not stop.requested:
-        work = server.request_queue.next_work(SIGNAL_CHECK_S)
-        now = time.monotonic()
-        if not server.http.thread.is_alive():  # nobody would hear of it otherwise
-            raise RuntimeError("the thread that listens has ended")
-        server.ledger.clear()
-        if work is not None:
-            do_work(server, models, work)
-        if time.monotonic() - models.spoken > PULSE_S:  # also if inference servers do all the work
-            do_on_all_ranks(models, ops.Idle())
-        if now - looked > min(SILENCE_CHECK_S, server.config.serve.silent_s / 4):
-            _release_idle(server, models)
-            looked = now
-    try:
-        suspend(server, models)
-    except UserError:  # a full disk; all ranks have it
-        server.stop()
-        do_on_all_ranks(models, ops.Shutdown())
-        raise
-    do_on_all_ranks(models, ops.Shutdown())
-
-
-def suspend(server: Server, models: Models) -> None:
-    """Does what models have yet to do, and writes their state for the next start. Clients ask again for samples."""
-    server.request_queue.close()
-    if server.servers is not None:
-        server.servers.close()
-    until = time.monotonic() + DRAIN_S
-    while time.monotonic() < until:
-        turn = server.request_queue.next_work(0)
-        if turn is None:
-            break
-        server.ledger.clear()
-        if not isinstance(turn.queue, SamplingQueue):
-            do_work(server, models, turn)
-    why = "the server was ended before this was done, and it was not done; send it again"
-    for work in server.request_queue.fail_waiting(why):
-        work.on_failure(why)
-    folder = server.ledger.suspended
-    shutil.rmtree(folder, ignore_errors=True)
-    do_on_all_ranks(models, ops.SuspendModels(f"{folder}.partial"))
-    lost = {model: list(passes.items()) for model, passes in server.training.lost.items()}
-    state = {"layout": suspended.layout_of(server.config), "desk": server.request_queue.state(), "lost": lost}
-    try:
-        (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
-        os.rename(f"{folder}.partial", folder)
-    except OSError as error:
-        raise write_error_line(error) from error
-    server.stop()
-
-
-def resume(server: Server, models: Models) -> list[str]:
-    """Restores what `suspend` wrote. Returns lines on it. Damaged state is put aside, and nothing of it is taken.
-
-    It removes the folder at once, so nothing stale is left if a later end suspends nothing.
-    """
-    folder = server.ledger.suspended
-    shutil.rmtree(f"{folder}.partial", ignore_errors=True)
-    if not folder.exists():
-        return []
-    try:
-        state = suspended.read_state(folder)
-        do_on_all_ranks(models, ops.ResumeModels(str(folder)))
-    except UserError as error:
-        aside = f"{folder}.damaged-{time.time_ns()}"
-        os.rename(folder, aside)
-        return [f"{error}: {aside} has it, and models of the last start are gone but for what was saved"]
-    server.request_queue.restore(state["desk"])
-    server.training.lost = state["lost"]
-    unknown = sorted(models.waiting.keys() - (server.ledger.models.keys() & state["desk"]["numbers"].keys()))
-    if unknown:  # their lines of the ledger were passed over
-        do_on_all_ranks(models, ops.ForgetModels(models=unknown))
-    here = server.training.restore(models.waiting, models.snapshots)
-    os.rename(folder, f"{folder}.partial")  # at once: half of it could not be resumed
-    shutil.rmtree(f"{folder}.partial")
-    return [f"going on with {here} of the last start"] if here else []
-
-
-def do_work(server: Server, models: Models, work: Work) -> None:
-    """Does the work of a queue, and finishes its futures."""
-    if isinstance(work.queue, SamplingQueue):
-        _sample(server, models, work.queue, work.requests)
-        return
-    [waiting] = work.requests
-    operation = waiting.operation.operation
-    try:
-        result = _done(models, waiting.operation)
-    except UserError as error:
-        waiting.operation.on_failure(str(error))
-        server.request_queue.fail(waiting.future, "server" if isinstance(error, ServerFault) else "user", str(error))
-        if isinstance(operation, (ops.CreateModel, ops.LoadModel)) and not server.ledger.models[operation.model].here:
-            server.training.forget(operation.model, error)
-        return
-    server.request_queue.finish(waiting.future, result)
-
-
-def _done(models: Models, work: PreparedOperation) -> Result:
-    """Does a client's operation on all ranks.
-
-    A full disk does not end the server, unless it stops one of several ranks: the others wait for it.
-    """
-    alone = all_ranks().size == 1
-    try:
-        work.check()
-    except UserError:
-        if work.fallback is not None:
-            do_on_all_ranks(models, work.fallback)
-        raise
-    try:
-        outcome = do_on_all_ranks(models, work.operation)
-        alone = True
-        return work.answer(outcome)
-    except OSError as error:
-        if not alone:
-            raise
-        raise write_error_line(error) from error
-
-
-def _sample(server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]) -> None:
-    """Draws more tokens of all samples from one place; inference servers draw what they can.
-
-    Samples that are not whole wait for the next turn, together with new ones.
-    """
-    waiting, unwanted = server.request_queue.split_abandoned(waiting)
-    try:
-        if server.servers is not None:
-            waiting = _draw_on_servers(server, models, queue, waiting)
-        if not waiting and not unwanted:
-            return
-        snapshot = _snapshot(server, models, queue)
-        running = models.running[snapshot][0] if snapshot in models.running else {}
-        begun = {one.future.id: one.operation.operation for one in waiting if one.future.id not in running}
-        left = [id for id in unwanted if id in running]
-        ended = do_on_all_ranks(models, ops.ContinueSampling(snapshot, begun, SLICE, left)) if begun or running else {}
-        answered = [one for one in waiting if one.future.id in ended]
-        results = [one.operation.answer(ended[one.future.id]) for one in answered]
-    except UserError as error:
-        for one in waiting:
-            server.request_queue.fail(one.future, "server" if isinstance(error, ServerFault) else "user", str(error))
-        return
-    for one, result in zip(answered, results, strict=True):
-        server.request_queue.finish(one.future, result)
-    rest = [one for one in waiting if one.future.id not in ended]
-    if rest:
-        server.request_queue.put_back(queue, rest)
-    for one in rest:
-        if one.operation.progress is not None:
-            one.operation.progress(models.running[snapshot][0][one.future.id].completions)
-
-
-def _draw_on_servers(
-    server: Server, models: Models, queue: SamplingQueue, waiting: Sequence[QueuedRequest]
-) -> Sequence[QueuedRequest]:
-    """Gives the inference servers the samples that they can draw, and returns the rest. Raises UserError."""
-    assert server.servers is not None
-    adapter = None
-    if queue.path is not None:
-        saved = _saved(server, queue)
-        adapter = ServedAdapter(str(server.ledger.folder_of(saved.run, saved.part, saved.name)), saved.time)
-    elif queue.snapshot is not None:
-        if queue.snapshot not in models.folders:  # it is of an earlier start, or is gone
-            return waiting
-        adapter = ServedAdapter(models.folders[queue.snapshot])
-    theirs = [one for one in waiting if server.servers.can_draw(one.operation.operation)]
-    server.servers.draw(theirs, adapter)
-    return [one for one in waiting if one not in theirs]
-
-
-def _saved(server: Server, queue: SamplingQueue) -> SavedRecord:
-    """Returns the save that a queue samples from. Raises UserError if it is gone."""
-    assert queue.path is not None
-    saved = server.ledger.find(queue.path)
-    if saved.time != queue.saved:
-        raise UserError("model_path", queue.path, "was saved anew since", "make another sampling client")
-    return saved
-
-
-def _snapshot(server: Server, models: Models, queue: SamplingQueue) -> str | None:
-    """Returns the name of the snapshot to sample from; reads it if it is only saved. Raises UserError."""
-    if queue.path is None:
-        if queue.snapshot is not None and queue.snapshot not in models.snapshots:
-            why = "is gone: newer ones took its place, its client ended, or the server was started anew"
-            fix = "save it under a name"
-            raise UserError("sampling_session_id", queue.snapshot, why, fix)
-        return queue.snapshot
-    name = f"{queue.path}@{queue.saved}"
-    if name not in models.snapshots:
-        saved = _saved(server, queue)
-        folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
-        do_on_all_ranks(models, ops.LoadSnapshot(name, saved.kind, folder))
-    return name
-
-
-def _release_idle(server: Server, models: Models) -> None:
-    """Frees the models of silent clients, and removes saves whose time is over."""
-    now = time.time()
-    server.ledger.expire(now)
-    for model, count in server.request_queue.fail_overdue().items():
-        server.training.fail_pass(str(model), count, f"the call with seq_id {count} has not come")
-    gone = {id for id, heard in server.ledger.sessions.items() if now - heard > server.config.serve.silent_s}
-    silent = [
-        m.id
-        for m in server.ledger.models.values()
-        if m.here and m.session in gone and not server.request_queue.has_work(m.id)
-    ]
-    snapshots = [
-        name for name in models.snapshots
-        if name.partition(":")[0] in gone and not server.request_queue.has_work(SamplingQueue(None, None, name))
-    ]  # fmt: skip
-    if silent or snapshots:
-        do_on_all_ranks(models, ops.ForgetModels(silent, snapshots))
-    for id in silent:
-        server.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
-
-
-def do_on_all_ranks(models: Models, operation: Any) -> Any:
-    """Does an operation on all ranks; the main one tells the others. Returns its outcome."""
-    models.spoken = time.monotonic()  # not of each turn: what inference servers draw is told to no other rank
-    on_main(lambda: operation)
-    return None if isinstance(operation, (ops.Idle, ops.Shutdown)) else models.do(operation)
 
 
 # -- the other ranks ---------------------------------------------------------------------------------------------------

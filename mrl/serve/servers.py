@@ -57,7 +57,7 @@ class _LoadedAdapters:
         self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
 
     @contextlib.contextmanager
-    def using(self, adapter: ServedAdapter, *, anew: bool = False) -> Iterator[str]:
+    def using(self, adapter: ServedAdapter, *, anew: bool) -> Iterator[str]:
         """Loads an adapter and keeps it while inside; yields its name on the server. anew: the server has lost it."""
         name, folder = adapter.name, os.path.abspath(adapter.folder)
         with self.lock:

@@ -337,17 +337,18 @@ class TrainingHandlers:
 
         def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             name = field(body, "path", str, "") or f"step{count:08d}"
-            folder, saved, check = self._place(model, "weights", name, body)
-            return PreparedOperation(ops.SaveCheckpoint(model.id, str(folder)), saved, check)
+            return self._save(ops.SaveCheckpoint, model, "weights", name, body)
 
         return await self._queue_call(body, prepare)
 
-    def _place(
-        self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
-    ) -> tuple[pathlib.Path, Callable[[Any], Result], Callable[[], None]]:
-        """Returns the folder to save in, the answer to the save, and the check that its name is free.
+    def _save(
+        self, operation: type[ops.SaveCheckpoint | ops.ExportWeights], model: ModelRecord, part: Part, name: str,
+        body: Mapping[str, Any],
+    ) -> PreparedOperation:  # fmt: skip
+        """Prepares a save or an export under a name.
 
-        The check runs now and again just before the save, because two saves may wait at once.
+        Whether the name is free is checked now and again just before the save, because two saves may wait at once. Of
+        an export peft loads the folder over the base, or transformers loads it if all weights train.
         """
         check_name(name)
         ttl, metadata = seconds_of(body), metadata_of(body)
@@ -359,7 +360,7 @@ class TrainingHandlers:
                 raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
 
         check()
-        folder = self.ledger.folder_of(model.id, part, name)
+        folder = self.ledger.folder_at(model.id, part, name)
 
         def saved(_: Any) -> Result:
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -368,7 +369,7 @@ class TrainingHandlers:
             self.ledger.save(SavedRecord(model.id, part, name, model.kind, model.base, now, size, expires, metadata))
             return json_result({"path": path, "size_bytes": size})
 
-        return folder, saved, check
+        return PreparedOperation(operation(model.id, str(folder)), saved, check)
 
     async def save_weights_external(self, request: ClientRequest) -> Response:
         body = request.json
@@ -377,14 +378,9 @@ class TrainingHandlers:
             if body.get("age_encryption_recipients"):
                 why = "are not known here: files are written as they are"
                 raise UserError("age_encryption_recipients", why=why, fix="leave them out")
-            return self._export(model, "external_weights", field(body, "path", str), body)
+            return self._save(ops.ExportWeights, model, "external_weights", field(body, "path", str), body)
 
         return await self._queue_call(body, prepare)
-
-    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> PreparedOperation:
-        """Prepares an export: peft loads the folder over the base, transformers loads it if all weights train."""
-        folder, saved, check = self._place(model, part, name, body)
-        return PreparedOperation(ops.ExportWeights(model.id, str(folder)), saved, check)
 
     async def load_weights(self, request: ClientRequest) -> Response:
         """Makes a model of a save, or loads one into the model of `model_id`, as clients before 0.38 ask."""
@@ -412,7 +408,7 @@ class TrainingHandlers:
             raise UserError("path", saved.path, f"is of {saved.base}", f"this server has {self.served.base}")
         self._check_optimizer(body)
         self._check_kind(saved, model)
-        folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
+        folder = str(self.ledger.folder_of(saved))
         made = self._new_model(body, saved.kind) if model is None else model
         return ops.LoadModel(made.id, made.kind, folder, field(body, "optimizer", bool, False)), saved
 
@@ -430,7 +426,9 @@ class TrainingHandlers:
 
         def prepare(model: ModelRecord, count: int) -> PreparedOperation:
             name = field(body, "path", str, "")
-            return self._export(model, "sampler_weights", name, body) if name else self._freeze(model, count, body)
+            if not name:
+                return self._freeze(model, count, body)
+            return self._save(ops.ExportWeights, model, "sampler_weights", name, body)
 
         return await self._queue_call(body, prepare)
 

@@ -1,23 +1,31 @@
 """Accounts for every tensor of a model folder: present, known, of the right shape and a dtype that can be read.
 
 The table says which tensors a model of this config has; all differences are one error.
+
+Layers past the last predict more tokens (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2; GLM-4.5. Files hold them as
+`model.layers.N` and up, N being num_hidden_layers; those of Qwen3.5 under `mtp.`. Each has norms of its own, a block,
+and a matrix that joins a hidden state with the embedding of the next token. It may hold the model's embedding and
+output layer a second time; megatron keeps one. Engines neither train nor export these layers unless `model.mtp` is set;
+conversions carry them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from mrl.errors import ModelError
 from mrl.weights.algebra import Shape
-from mrl.weights.mtp import EMBEDDING, LM_HEAD, mtp_layers, shared_tensors
-from mrl.weights.reader import WeightReader
 from mrl.weights.rules import expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, TensorInfo, WeightReader, count_groups
 from mrl.weights.table import Family, HFConfig
 
+COUNT, OWN_COUNT = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""How many there are, in config.json; the second for files that have them under `mtp.`, without copies (Qwen3.5)."""
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Buffers that older versions of transformers saved and that follow from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 # GPTQ and AWQ; compressed-tensors and modelopt; bitsandbytes: where config.json does not say so
@@ -25,12 +33,6 @@ _PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
 SCORE = "score.weight"
-_WHY_EQUAL = {
-    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
-    False: "and megatron has one for both; remove the layers that predict further tokens, and set "
-    "num_nextn_predict_layers to 0",
-}
-"""Why two tensors have to be equal: a tied head (True), or a copy in an MTP layer (False)."""
 
 
 def follows_from_config(name: str) -> bool:
@@ -112,12 +114,18 @@ def check_model(
         )
     known = copies_of(family, hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
-    beside = family.carried(reader.tensors)
-    may_have |= copies.keys() | beside
+    may_have |= copies.keys() | family.carried(reader.tensors)
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
-        if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
-            raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
+        if not (carried or name == LM_HEAD) or equal_tensors(reader, name, of):
+            continue
+        why, fix = (
+            "and megatron has one for both",
+            f"remove the layers that predict further tokens, and set {COUNT} to 0",
+        )
+        if name == LM_HEAD:
+            why, fix = "though config.json ties them", f"set tie_word_embeddings to false or remove {LM_HEAD}"
+        raise ModelError(reader.path, why=f"{name} differs from {of} {why}", fix=fix)
     return absent
 
 
@@ -141,3 +149,45 @@ def equal_tensors(reader: WeightReader, a: str, b: str) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def count_key(hf_config: HFConfig) -> str:
+    """Returns the field of config.json that says how many there are."""
+    return OWN_COUNT if OWN_COUNT in hf_config else COUNT
+
+
+def num_mtp_layers(hf_config: HFConfig) -> int:
+    """Returns how many such layers config.json announces. Folders that transformers saves announce some and have
+    none."""
+    return hf_config.get(count_key(hf_config)) or 0
+
+
+def mtp_tensors(names: Iterable[str], hf_config: HFConfig) -> list[str]:
+    """Returns those of `names` that are of a layer past the last."""
+    if OWN_COUNT in hf_config:
+        return [name for name in names if name.startswith("mtp.")]
+    layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + num_mtp_layers(hf_config))
+    return [name for name in names if (match := _LAYER.match(name)) and int(match[1]) in layers]
+
+
+def mtp_layers(names: Iterable[str], hf_config: HFConfig) -> int:
+    """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none.
+
+    Those under `mtp.` do not count: conversions carry them (`Family.carries`).
+    """
+    if OWN_COUNT in hf_config:
+        return 0
+    return num_mtp_layers(hf_config) if mtp_tensors(names, hf_config) else 0
+
+
+def shared_tensors(hf_config: HFConfig, layers: int) -> dict[str, str]:
+    """Returns the names of copies that `layers` such layers may hold, with the names of the originals."""
+    if OWN_COUNT in hf_config:
+        return {}
+    head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
+    own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]
+    return {
+        f"{layer}{name}.weight": of
+        for layer in own
+        for name, of in (("embed_tokens", EMBEDDING), ("shared_head.head", head))
+    }

@@ -13,8 +13,7 @@ from typing import Any
 
 from mrl.weights.json_file import read_json
 from mrl.weights.quantized import dequantise
-from mrl.weights.reader import Slice, WeightReader
-from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo
+from mrl.weights.safetensors_io import INDEX, SINGLE, SafetensorsReader, Slice, TensorInfo, WeightReader
 from mrl.weights.table import Family, Stack
 
 COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

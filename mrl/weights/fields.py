@@ -196,9 +196,7 @@ MROPE = ("mrope_section", "mrope_interleaved")
 """Keys for positions in images. Those of text are equal in each dimension, so the keys change nothing there."""
 
 
-def check_rope(
-    hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False, mrope_supported: bool = False
-) -> None:
+def check_rope(hf: dict[str, Any], *, partial_supported: bool, yarn_supported: bool, mrope_supported: bool) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
     if not partial_supported:
         require({"partial_rotary_factor": rotary_percent(hf)}, "partial_rotary_factor", (1,))

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from mrl.errors import CheckpointError
-from mrl.parallel import Coordinates, ParallelDims
-from mrl.weights.accounting import account
+from mrl.weights.accounting import account, num_mtp_layers
 from mrl.weights.algebra import Shape
 from mrl.weights.fields import HINTS, rotary_percent
-from mrl.weights.mtp import num_mtp_layers
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
-from mrl.weights.reader import Slice, WeightReader
-from mrl.weights.rules import ChunkPlan, Rule, param_map
-from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo
+from mrl.weights.rules import Rule, whole_rules
+from mrl.weights.safetensors_io import DTYPES, NAMES, Slice, TensorInfo, WeightReader
 from mrl.weights.stacks import file_name, place_of, stack_slice
 from mrl.weights.stacks import stored_shapes as files_shapes
 from mrl.weights.table import Family, HFConfig, Stack
@@ -45,20 +42,6 @@ _REDUNDANT = (
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
 _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
-
-
-def whole_rules(
-    family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm", mtp: int = 0
-) -> dict[str, Rule]:
-    """Returns the rule of every parameter of the model on a single rank, by mcore name, in model order.
-
-    mtp: how many MTP layers are among them.
-    """
-    layers = tuple(range(hf_config["num_hidden_layers"]))
-    plan = ChunkPlan(layers, has_embedding=True, has_output=True, mtp=mtp)
-    return param_map(
-        family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=plan, spec=spec, head=head
-    )  # fmt: skip
 
 
 def stored_key(rule: Rule) -> str:

@@ -17,8 +17,7 @@ from torch import Tensor
 from mrl.errors import ModelError
 from mrl.weights.json_file import read_json, shorten_value
 from mrl.weights.pread import LazySlice, Region
-from mrl.weights.reader import Slice, WeightReader
-from mrl.weights.safetensors_io import TensorInfo
+from mrl.weights.safetensors_io import Slice, TensorInfo, WeightReader
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _FP4_BLOCK = 32

@@ -279,13 +279,26 @@ def export_order(
                 yield OwnedRule(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
 
 
+def whole_rules(
+    family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm", mtp: int = 0
+) -> dict[str, Rule]:
+    """Returns the rule of every parameter of the model on a single rank, by mcore name, in model order.
+
+    mtp: how many MTP layers are among them.
+    """
+    layers = tuple(range(hf_config["num_hidden_layers"]))
+    plan = ChunkPlan(layers, has_embedding=True, has_output=True, mtp=mtp)
+    return param_map(
+        family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=plan, spec=spec, head=head
+    )  # fmt: skip
+
+
 def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:
     """Returns every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
 
     mtp: how many MTP layers are among them, without what these hold of other tensors again.
     """
-    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True, mtp=mtp)
-    rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
+    rules = whole_rules(family, hf_config, head=head, mtp=mtp)
     shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
     return stored_shapes(family, shapes)
 

@@ -1,5 +1,7 @@
 """Reads Hugging Face model folders shard by shard, and writes them tensor by tensor.
 
+`WeightReader` is what each reader of weights can do, whatever files it reads: conversions and engines know no other.
+
 Reading: headers and index are checked before any tensor is used, and nothing else is read until a slice is asked for.
 Pickle files are refused: loading one runs its code. Writing: the folder is laid out beforehand from names, shapes and
 dtypes. So a tensor goes straight to its place, and memory holds no more than one.
@@ -7,16 +9,17 @@ dtypes. So a tensor goes straight to its place, and memory holds no more than on
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +33,7 @@ from mrl.weights.json_file import parse_json, read_json
 from mrl.weights.pread import LazySlice, Region, TruncatedFile, read_region
 from mrl.words import shorten_list
 
+T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -61,6 +65,34 @@ class TensorInfo:
     shape: Shape
     file: str = ""  # name of the shard
     start: int = dataclasses.field(default=0, compare=False)  # its first byte there
+
+
+class Slice(Protocol):
+    """Is a tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for
+    all."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    def __getitem__(self, key: Any) -> Tensor: ...
+
+
+class WeightReader(Protocol):
+    """Gives the weights of a model by name, read on demand and from several threads."""
+
+    @property
+    def path(self) -> Path:
+        """Returns the folder or file, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Returns the dtype and shape of each, by name."""
+
+    def __call__(self, name: str) -> Slice:
+        """Returns the tensor `name`; UserError if it is not there or its file is damaged."""
+
+    def close(self) -> None:
+        """Closes the files; tensors that were read stay valid."""
 
 
 def read_header_text(file: Path) -> bytes:
@@ -115,7 +147,7 @@ def count_groups(groups: Mapping[str, list[str]]) -> list[str]:
 
 
 class SafetensorsReader:
-    """Reads the weights of a model folder, as a `WeightReader` (mrl.weights.reader). A context manager closes the
+    """Reads the weights of a model folder, as a `WeightReader`. A context manager closes the
     files.
 
     It raises ModelError, naming the file, for a folder that is missing, incomplete, damaged, or holds no safetensors.
@@ -227,10 +259,10 @@ def parse_size(size: int | str, key: str = "max_shard_size") -> int:
 def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
     """Returns the dtype of most entries, which config.json calls the model's. A few tensors may be fp32 in any
     model."""
-    entries: dict[str, int] = {}
+    entries: collections.Counter[str] = collections.Counter()
     for info in tensors.values():
-        entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
-    return DTYPES[max(entries, key=entries.__getitem__)]
+        entries[info.dtype] += math.prod(info.shape)
+    return DTYPES[entries.most_common(1)[0][0]]
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
@@ -271,20 +303,26 @@ def lay_out(
     )
 
 
-def split_into_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
-    """Returns the tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
-    groups: list[dict[str, TensorInfo]] = [{}]
+def split_by_bytes(items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Returns the items of each file of at most `limit` bytes; an item larger than that has a file of its own."""
+    groups: list[list[T]] = [[]]
     filled = 0
-    for name, info in tensors.items():
-        size = tensor_bytes(info)
-        if groups[-1] and filled + size > limit:
-            groups.append({})
+    for item in items:
+        if groups[-1] and filled + size(item) > limit:
+            groups.append([])
             filled = 0
-        groups[-1][name] = info
-        filled += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        groups[-1].append(item)
+        filled += size(item)
+    return groups
+
+
+def split_into_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
+    """Returns the tensors of each file of at most `limit` bytes."""
+    groups = split_by_bytes(tensors, lambda name: tensor_bytes(tensors[name]), limit)
+    files = [SINGLE]
+    if len(groups) > 1:
+        files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    return {file: {name: tensors[name] for name in group} for file, group in zip(files, groups, strict=True)}
 
 
 def index_text(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> str:

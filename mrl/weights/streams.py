@@ -6,6 +6,7 @@ as its last part has come. Tensors of other ranks are not kept.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mrl.errors import ModelError
-from mrl.parallel import ParallelDims
-from mrl.weights.mtp import num_mtp_layers, shared_tensors
-from mrl.weights.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
+from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.accounting import num_mtp_layers, shared_tensors
+from mrl.weights.rules import Rule, chunk_plans, expected_hf_names, param_map
 from mrl.weights.stacks import file_name, restack, unstacking_read
 from mrl.weights.table import Family, HFConfig
 from mrl.words import shorten_list
@@ -114,11 +115,16 @@ def _merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name of the tables, tensor) as `mcore_to_hf` says."""
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
-    owned = {
-        (o.pp_rank, o.chunk, o.ep_rank, o.rule.mcore): o.rule
-        for o in export_order(family, hf_config, layout=layout, chunks=plans, **options)
-    }
-    copies = _copies(family, hf_config, layout, plans, options)
+    owned: dict[tuple, Rule] = {}  # by pp_rank, chunk, ep_rank of an expert, name; for rank 0 of its axis
+    copies = set()  # (pp_rank, chunk, name) of second copies of tied embeddings
+    for ((pp_rank, chunk), plan), ep_rank in itertools.product(plans.items(), range(layout.ep)):
+        coords = Coordinates(pp_rank=pp_rank, ep_rank=ep_rank)
+        rules = param_map(family, hf_config, layout=layout, coords=coords, chunk=plan, **options)
+        for name, rule in rules.items():
+            if rule.copy:
+                copies.add((pp_rank, chunk, name))
+            else:
+                owned[pp_rank, chunk, None if rule.expert is None else ep_rank, name] = rule
     missing = set(owned)
     waiting: dict[tuple, dict[int, Tensor]] = {}  # shards by rank of the axis, of parameters that lack some
     for rank, chunk, name, shard in shards:
@@ -168,15 +174,3 @@ def _parts(rule: Rule, name: str, tensor: Tensor) -> dict[int, Tensor]:
         elif span.source is not None and name == rule.hf[span.source]:
             parts[number] = tensor.narrow(span.dim, span.start, span.length).clone()
     return parts
-
-
-def _copies(family: Family, hf_config: HFConfig, layout: ParallelDims, plans: dict, options: dict) -> set[tuple]:
-    """Returns (pp_rank, chunk, name) of second copies of tied embeddings."""
-    return {
-        (pp_rank, chunk, name)
-        for (pp_rank, chunk), plan in plans.items()
-        for name, rule in param_map(
-            family, hf_config, layout=layout, coords=layout.coordinates(0), chunk=plan, **options
-        ).items()
-        if rule.copy
-    }

@@ -58,7 +58,6 @@ class Stack:
     parts: tuple[str, ...]  # names in the table of the tensors of one expert
     interleaved: bool = True  # whether their rows alternate; else they are one behind the other
     transposed: bool = False  # whether the rows of an expert are columns of the file
-    bias: bool = False  # whether an expert's tensor has one dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Family:
     is_sparse: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes  # words for shapes beyond those of `sizes_of`
     stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
-    mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.mtp`
+    mtp: tuple[Entry, ...] = ()  # an MTP layer without its block: see `mrl.weights.accounting`
     mtp_block: str = "model.layers.{l}."  # what the files' names of its block begin with
     prefix: str = "model."  # what files have in place of the `model.` of names in the table
     carries: tuple[str, ...] = ()
@@ -311,7 +310,7 @@ def of_experts(linear: str, tensor: str, kind: str, hf: Mapping[str, str]) -> En
     return in_layer(local, kind, hf, te=f"mlp.experts.{linear}.{tensor}{{e}}")
 
 
-def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
+def sparse_mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
     """Returns norm, router and experts of an MoE layer.
 
     HF names are `{block}.gate` and `{block}.experts.{e}.{gate|up|down}`.

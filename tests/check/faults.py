@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mrl.check.measure import LayoutComparison, LayoutWork, measure
-from mrl.check.verdict import Problem, problems
+from mrl.check.compare import LayoutComparison, Problem, problems
+from mrl.check.measure import LayoutWork, measure
 from mrl.engine.megatron import optim
 from mrl.weights import algebra
 from mrl.weights.algebra import Shard, Span

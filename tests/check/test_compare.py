@@ -10,26 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.check.bounds import BOUNDS
 from mrl.check.compare import (
+    BOUNDS,
+    LayoutComparison,
     TensorErrors,
     TensorMismatch,
+    clue,
     factor_of,
     is_sure,
+    problems,
     relative_l2,
     tensor_errors,
     update_error,
 )
 from mrl.check.folder import CheckedModel
-from mrl.check.layouts import named
-from mrl.check.measure import LayoutComparison
+from mrl.check.measure import result_file
 from mrl.check.report import Terminal, summary
 from mrl.check.rows import Rows
 from mrl.check.run import CheckOptions, CheckRow, Item, Listener, Report, Session
-from mrl.check.verdict import clue, problems
-from mrl.check.worker import result_file
 from mrl.commands.sft import SFT
-from mrl.config.schema import ParallelConfig
 from mrl.weights.json_file import plain_data
 from tests.engine import tiny
 
@@ -218,16 +217,13 @@ def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
     """As where one that is not the main one ends while the others have done all of their work."""
     session = Session(CheckOptions(config_path="sft.yaml"), SFT, None, tmp_path, Listener())
     session.rows = Rows([], [], tiny.uneven_batch(sequences=3), "")
-    [layout] = named("tp2", ParallelConfig())
-    items = [
-        Item(i, SimpleNamespace(part=SimpleNamespace(role=""), config=SimpleNamespace(head="lm")), layout, None)
-        for i in range(2)
-    ]
+    work = SimpleNamespace(config=SimpleNamespace(head="lm"))
+    items = [Item(i, CheckRow("", "tp2", 2), work) for i in range(2)]
     for item in items:
         torch.save(made(), result_file(str(tmp_path), item.number))
     assert session._collect(items, "rank 1 was killed") == []
     assert [row.failed for row in session.report.rows] == [None, "rank 1 was killed"]
-    assert session.report.wrong == [str(layout)]
+    assert session.report.wrong == ["tp2"]
 
 
 @pytest.mark.parametrize(("raw", "dtype"), [({"num_experts": 8}, "float32"), ({"hidden_size": 8}, "bfloat16")])

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.check import cut as cuts
 from mrl.check import folder as folders
-from mrl.check.cut import ModelCut, cut_config, parse
+from mrl.check.folder import ModelCut, cut_config, parse_cut, without_dropout
 from mrl.errors import ModelError, UserError
 from mrl.weights.families import FAMILIES, fields_of
 from mrl.weights.hf_config import normalize, read_hf_config
@@ -25,14 +24,14 @@ def raw_of(family: str, **fields) -> dict:
 
 
 def test_words():
-    assert parse("auto") is None and parse("none") == ModelCut() and not ModelCut()
+    assert parse_cut("auto") is None and parse_cut("none") == ModelCut() and not ModelCut()
     assert (
-        parse("layers=4,width=256") == ModelCut(layers=4, width=256)
-        and str(parse("experts=8, layers=2")) == "layers 2, experts 8"
+        parse_cut("layers=4,width=256") == ModelCut(layers=4, width=256)
+        and str(parse_cut("experts=8, layers=2")) == "layers 2, experts 8"
     )
     for text in ("", "layers", "layers=0", "layers=2,layers=3", "depth=2", "layers=-1", "width=1.5"):
         with pytest.raises(UserError, match="--cut: value .* is no cut; write layers=N"):
-            parse(text)
+            parse_cut(text)
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES])
@@ -86,7 +85,7 @@ def test_what_is_not_known_is_refused():
 
 def test_dropout_is_off_everywhere():
     raw = {"attention_dropout": 0.1, "resid_pdrop": 0.1, "text_config": {"hidden_dropout": 0.2}, "dropout_ids": [1]}
-    assert cuts.without_dropout(raw) == {
+    assert without_dropout(raw) == {
         "attention_dropout": 0.0,
         "resid_pdrop": 0.0,
         "text_config": {"hidden_dropout": 0.0},

@@ -6,15 +6,15 @@ import pytest
 
 from mrl.algorithms.sft import sft_loss
 from mrl.check import layouts
+from mrl.check.command import Subject
 from mrl.check.reference import Loss
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
 from mrl.errors import UserError
 
 
 def named(words: str, **own) -> list[str]:
-    return [f"{layout} on {layout.processes}" for layout in layouts.named(words, ParallelConfig(**own))]
+    return [f"{layout} on {layout.processes}" for layout in layouts.parse_layouts(words, ParallelConfig(**own))]
 
 
 def test_words_are_those_that_layouts_are_described_by():
@@ -29,8 +29,8 @@ def test_words_are_those_that_layouts_are_described_by():
     assert named("tp2pp2,tp2xpp2") == ["tp2+spxpp2 on 4"]  # the x may be left out, and one layout runs once
     assert named("tp2", sp=False) == ["tp2 on 2"] and named("tp2+sp,dp2", sp=False) == ["tp2+sp on 2", "dp2 on 2"]
     assert named("ep2") == ["ep2xdp2 on 2"] and named("etp2xdp2") == ["etp2xdp2 on 2"]
-    for layout in layouts.named("tp2+spxcp2xpp2xvpp2xdp2,ep2xetp2xtp2,etp2", ParallelConfig()):
-        assert layouts.named(str(layout), ParallelConfig()) == [layout]
+    for layout in layouts.parse_layouts("tp2+spxcp2xpp2xvpp2xdp2,ep2xetp2xtp2,etp2", ParallelConfig()):
+        assert layouts.parse_layouts(str(layout), ParallelConfig()) == [layout]
 
 
 @pytest.mark.parametrize("words", ["", "tp", "tp2,", "tp2x", "xtp2", "tp0", "tp2tp2", "pp2+sp", "zz2", "tp2 pp2", "2"])
@@ -45,7 +45,7 @@ def test_degrees_that_contradict_each_other_are_refused():
 
 
 def of_config(most: int = 8, fits=lambda layout: True, **own) -> list[str]:
-    return list(map(str, layouts.of_config(ParallelConfig(**own), most=most, fits=fits)))
+    return list(map(str, layouts.layouts_of_config(ParallelConfig(**own), most=most, fits=fits)))
 
 
 def test_auto_has_each_axis_alone_and_all_together():
@@ -74,6 +74,6 @@ def test_engines_of_a_layout_communicate_without_userbuffers():
     engine = EngineConfig(megatron=further, micro_batch=MicroBatchConfig(tokens=64))
     config = RoleConfig(model=ModelConfig(path="model"), engine=engine, optimizer=OptimizerConfig(lr=1e-3))
     subject = Subject(Part("", config.model, engine), config, sft_loss, "tokens", Loss())
-    [layout] = layouts.named("tp2", ParallelConfig())
+    [layout] = layouts.parse_layouts("tp2", ParallelConfig())
     made = subject.on(layout, path="cut", init="weights", dtype="float32", micro_batch=MicroBatchConfig(size=2))
     assert made.engine.megatron == {"bucket_size": 5}

@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
-from mrl.check.bounds import BOUNDS
+from mrl.check.compare import BOUNDS
 from mrl.check.measure import LayoutWork, StepNumbers
-from mrl.check.routers import undecided_tokens
+from mrl.check.reference import undecided_tokens
 from mrl.config.schema import OptimizerConfig
 from tests.engine import tiny
 from tests.trainers import tiny_runs

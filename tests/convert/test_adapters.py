@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
-from mrl.convert.opening import open_any
+from mrl.convert.sources import open_any
 from mrl.errors import CheckpointError
 from tests.convert.test_refused import invoke
 from tests.engine import tiny
@@ -167,7 +167,7 @@ def test_an_adapter_folder_is_verified_by_what_it_says(made, tmp_path, monkeypat
 def test_a_chat_template_that_is_not_there_is_one_line(tmp_path):
     config_of_a_run(tmp_path, "base", "float32", LORA, chat_template="gone.jinja")
     with pytest.raises(CheckpointError, match=r"'gone.jinja' is not there; run this from where the run was started"):
-        sources._model_of(tmp_path / "checkpoints" / "step_00000001", None, None)
+        sources._model_of(tmp_path / "checkpoints" / "step_00000001", None, None, weights=False)
 
 
 def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.convert.importing import import_hf
-from mrl.convert.progress import ProgressLines
+from mrl.convert.workspace import ProgressLines
 from mrl.engine import atomic_checkpoint
 from tests.convert import hf_folders
 from tests.convert.test_refused import config, invoke, run
@@ -160,7 +160,7 @@ def test_export_refuses_another_models_config_by_the_fields_name(hf, tmp_path):
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch):
-    monkeypatch.setattr("mrl.convert.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("mrl.convert.workspace.EVERY_S", 0.0)
     stream = io.StringIO()
     told = ProgressLines("imported", stream)(4_000_000)
     told(1_000_000), told(3_000_000)

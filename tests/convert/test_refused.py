@@ -1,4 +1,7 @@
-"""What cannot be converted is refused with one line, before or without a folder that looks whole."""
+"""What cannot be converted is refused with one line, before or without a folder that looks whole.
+
+Files beside the weights are accounted for, too: an import sums them up, an export compares them, and none is passed over.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mrl import cli
+from mrl.convert.exporting import export_hf
+from mrl.convert.importing import import_hf
+from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 from tests.convert import hf_folders
@@ -205,18 +211,104 @@ def test_another_model_and_wrong_uses(imported, hf, tmp_path):
     assert os.listdir(tmp_path / "out") == ["precious"]
 
 
-LONG = "x" * 300
-"""A name that is longer than a file system takes."""
+def test_a_name_that_is_longer_than_a_file_system_takes(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = run("import", source, "x" * 300)
+    assert code == 2 and said.count("\n") == 1 and "File name too long" in said and len(said) < 400, said
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+NAMES = sorted(hf_folders.COMPANIONS)
+TEMPLATE = "additional_chat_templates/tool.jinja"
+
+
+@pytest.fixture(scope="module")
+def whole_source(hf, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), folder)
+    hf_folders.add_companions(folder)
+    (folder / TEMPLATE).parent.mkdir()
+    (folder / TEMPLATE).write_text("{{ tools }}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(whole_source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("imported") / "mcore"
+    import_hf(whole_source, out)
+    return out
+
+
+@pytest.fixture
+def whole_import(made, tmp_path):
+    shutil.copytree(made, tmp_path / "mcore")
+    return tmp_path / "mcore"
+
+
+def flip(file: pathlib.Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {"flipped": flip, "deleted": pathlib.Path.unlink}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_an_export_refuses_what_the_import_did_not_write(whole_import, tmp_path, how):
+    """Whatever the file: tokenizer, chat templates, generation config."""
+    for name in [*NAMES, TEMPLATE]:
+        kept = (whole_import / name).read_bytes()
+        DAMAGE[how](whole_import / name)
+        code, said = run("export", whole_import, tmp_path / "out")
+        assert code == 2 and said.count("\n") == 1 and name in said and "damaged" in said, said
+        assert os.listdir(tmp_path) == ["mcore"]
+        (whole_import / name).unlink(missing_ok=True)
+        (whole_import / name).write_bytes(kept)
+    assert run("export", whole_import, tmp_path / "out")[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("content", "why"),
     [
-        (("import", "HF", LONG), "File name too long"),
+        (None, "is a link that leads to no file"), ("version https://git-lfs.x/v1", "Git LFS"),
+        ('{"a":', "readable as JSON"),
     ],
-)
-def test_names_that_no_file_has(source, tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    code, said = run(*(str(source) if argument == "HF" else argument for argument in arguments))
-    assert code == 2 and said.count("\n") == 1 and words in said and len(said) < 400, said
-    assert os.listdir(tmp_path) == ["hf"]
+)  # fmt: skip
+def test_an_import_passes_over_no_broken_file(whole_source, tmp_path, content, why):
+    shutil.copytree(whole_source, tmp_path / "hf")
+    file = tmp_path / "hf/tokenizer_config.json"
+    file.unlink()
+    if content is None:
+        file.symlink_to("nothing")
+    else:
+        file.write_text(content)
+    code, said = run("import", tmp_path / "hf", tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and "hf/tokenizer_config.json: " in said and why in said, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_are_followed_to_their_files(whole_source, tmp_path):
+    """As in the hub's cache, where each file is a link to another folder; what is written holds files."""
+    shutil.copytree(whole_source, tmp_path / "real")
+    (tmp_path / "hf").mkdir()
+    for file in (tmp_path / "real").iterdir():
+        (tmp_path / "hf" / file.name).symlink_to(os.path.join("../real", file.name))
+    import_hf(tmp_path / "hf", tmp_path / "mcore")
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    assert hf_folders.files_of(tmp_path / "back") == hf_folders.files_of(whole_source)
+    assert not any(path.is_symlink() for path in (tmp_path / "back").rglob("*"))
+
+
+def test_every_file_of_an_import_has_its_checksum(made):
+    files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
+    assert atomic_checkpoint.verify(str(made)).files.keys() == files - {"COMPLETE"}
+
+
+def test_an_export_of_a_run_that_began_with_an_import(whole_import, tmp_path):
+    """Its tokenizer is that of the import, which --model names here, and whose checksums count."""
+    other = tmp_path / "other"
+    shutil.copytree(whole_import, other)
+    flip(other / "tokenizer_config.json")
+    code, said = run("export", whole_import, tmp_path / "out", "--model", other)
+    assert code == 2 and "the content of tokenizer_config.json has changed" in said, said

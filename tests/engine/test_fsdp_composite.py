@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from mrl.config.schema import LoraConfig
 from mrl.errors import ModelError
 from mrl.kernels import delta_rule
-from tests.convert.test_composite import STRAYS
+from tests.convert.test_quantised import STRAYS
 from tests.engine import tiny, tiny_composite
 from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case

@@ -1,6 +1,6 @@
 """The Megatron engine on folders of models of text and more: the text part trains as alone, the rest stays as it is.
 
-Numbers of the text part are those of test_parity_megatron.py, conversions those of tests/convert/test_composite.py.
+Numbers of the text part are those of test_parity_megatron.py, conversions those of tests/convert/test_quantised.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.convert.importing import import_hf
 from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
-from tests.convert.test_composite import make
+from tests.convert.test_quantised import make
 from tests.engine import tiny, tiny_composite
 from tests.engine.contract import make_engine, train
 from tests.engine.harness import run_case

@@ -1,6 +1,6 @@
 """Muon: its arithmetic against torch's, and engines in any layout against plain torch on Hugging Face's model.
 
-The reference (mrl/check/muon.py) has whole matrices and fp64 products. Newton-Schulz steps stretch small singular values up to
+The reference (mrl/check/reference.py) has whole matrices and fp64 products. Newton-Schulz steps stretch small singular values up to
 500 times (3.4445 to the fifth), and with them what fp32 gradients have of rounding: hence 1e-3 of an update, as with AdamW.
 """
 

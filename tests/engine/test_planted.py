@@ -32,7 +32,7 @@ def test_a_file_of_one_rank_that_is_refused_is_refused_on_all(folder, tmp_path, 
 PLACES = {
     "weights/pt_file.py": {"torch.load"},  # the one for all others, with weights_only
     "config/yaml_text.py": {"yaml.load"},  # with a subclass of the safe loader
-    "check/worker.py": {"torch.load", "weights_only=False"},  # of a folder that `mrl check` made itself
+    "check/measure.py": {"torch.load", "weights_only=False"},  # of a folder that `mrl check` made itself
     "check/run.py": {"torch.load", "weights_only=False"},
 }
 RUN_CODE = {

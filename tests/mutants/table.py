@@ -200,8 +200,8 @@ CONVERTERS = (
         ("of_blocks[top - low * block[0] :, left", "of_blocks[0:, left"),
     ),
     *_of(
-        "weights/fused.py",
-        "weights/test_fused.py",
+        "weights/stacks.py",
+        "weights/test_round_trip.py::test_stacked_experts_load_like_split_ones",
         ("first + start : first + stop", "start : stop"),
     ),
 )  # fmt: skip

@@ -12,13 +12,13 @@ CHECK = (
         ("        return math.inf\n    return 0.0 if difference", "        return 0.0\n    return 0.0 if difference"),
     ),
     *_of(
-        "check/verdict.py",
+        "check/compare.py",
         "check/test_compare.py",
         ("    if error <= bound:\n", "    if error <= 10 * bound:\n"),
         ("if not (errors.over or errors.missing or errors.unexpected):", "if not errors.over:"),
     ),
     *_of(
-        "check/bounds.py",
+        "check/compare.py",
         "check/test_compare.py",
         ("times = max(1.0, UNSURE", "times = max(0.0, UNSURE"),
         ("certain=times * self.gradients > self.most,", "certain=False,"),
@@ -30,9 +30,9 @@ CHECK = (
         ("masks = [[float(trains) for trains in example.mask[1:]]", "masks = [[float(trains) for trains in example.mask[:-1]]"),
     ),
     *_of(
-        "check/routers.py",
-        ("check/test_routers.py::test_what_is_narrow_is_the_last_choice",
-         "check/test_routers.py::test_a_narrow_choice_is_seen_from_there_on[qwen3_moe]"),
+        "check/reference.py",
+        ("check/test_measure.py::test_what_is_narrow_is_the_last_choice",
+         "check/test_measure.py::test_a_narrow_choice_is_seen_from_there_on[qwen3_moe]"),
         ("found.append(choices.narrow.cummax(0).values)", "found.append(choices.narrow)"),
         ("ordered_TE[:, count - 1], ordered_TE[:, count]", "ordered_TE[:, 0], ordered_TE[:, 1]"),
     ),

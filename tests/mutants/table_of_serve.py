@@ -14,7 +14,7 @@ OF_SERVE = (
     ),
     *_of(
         "serve/request_queue.py",
-        "serve/test_request_queue.py",
+        "serve/test_ledger.py",
         ("            if number < made.next:", "            if number < 0:"),
         ("return self.next in self.waiting", "return bool(self.waiting)"),
         ("                        self._queues[queue] = made  # at the end\n", "                        self._queues = {queue: made, **self._queues}\n"),
@@ -25,14 +25,14 @@ OF_SERVE = (
     ),
     *_of(
         "serve/datums.py",
-        "serve/test_datums.py",
+        "serve/test_training.py",
         ("labels=torch.cat(labels), loss_mask", "labels=joined, loss_mask"),
         ("width = 4 * (trailing[0] if trailing else 1)", "width = 4"),
         ("return {**known, **call.given}", "return {**call.given, **known}"),
     ),
     *_of(
         "serve/padded.py",
-        "serve/test_padded.py",
+        ("serve/test_models.py::test_a_wider_adapter_acts_as_the_narrow_one", "serve/test_models.py::test_what_is_not_adapted_is_zero"),
         ("F.pad(b, (0, lacking))", "F.pad(b, (lacking, 0))"),
         ('"A")[:, : shape.rank]', '"A")[:, -shape.rank :]'),
         ("wanted = attention if is_attention(shape) else mlp", "wanted = mlp if is_attention(shape) else attention"),
@@ -71,7 +71,7 @@ OF_SERVE = (
         ('file.write("\\n")\n        except', "pass\n        except"),
         ("if not _RUN.fullmatch(run) or part not in PARTS:", "if part not in PARTS:"),
         ("if saved.expires is not None and saved.expires <= now:", "if saved.expires is not None:"),
-        ("            self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))\n", ""),
+        ("            self.deleted.discard(self.folder_of(saved))\n", ""),
         ('self._write("finished", id=id)', "self.sessions[id] = ENDED"),
     ),
 )  # fmt: skip

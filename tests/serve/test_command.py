@@ -22,8 +22,8 @@ from mrl.config.serve import ServeConfig
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
 from mrl.serve.app import MAX_FILES, raise_file_limit
+from mrl.serve.ledger import layout_of, refuse_other_layout
 from mrl.serve.server import client_address
-from mrl.serve.suspended import layout_of, refuse_other_layout
 from tests.forks import forks
 from tests.serve.serving import Serving, ask, serving
 

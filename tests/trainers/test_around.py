@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from tests.convert.test_composite import make
+from tests.convert.test_quantised import make
 from tests.engine.harness import run_case
 from tests.engine.test_fsdp_composite import tensors_of
 from tests.inference.cases import mrl

@@ -2,6 +2,12 @@
 
 Covers names, slices and coordinates. Not covered here: that megatron-core's modules have these names and mean
 these rows by them (the engine's parity tests compare logits and gradients with Hugging Face).
+
+Folders with stacked experts (`save_original_format=False`) are the same model under the table's names.
+
+`hf_to_mcore` and `mcore_to_hf`: whose memory shards are, and streams that are not the model.
+
+Their numbers: test_properties.py, and test_mbridge.py with an independent oracle.
 """
 
 from __future__ import annotations
@@ -9,13 +15,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mrl.errors import ModelError
+from mrl.parallel import ParallelDims
+from mrl.weights import hf_to_mcore, mcore_to_hf
 from mrl.weights.accounting import check_model
 from mrl.weights.families import family_for
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.rules import chunk_plans, expected_hf_names, export_order, padded_vocab, param_map
 from mrl.weights.safetensors_io import SafetensorsReader
-from mrl.weights.stacks import restack, unstacking_read
-from tests.weights.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB
+from mrl.weights.stacks import restack, unstack_experts, unstacking_read
+from tests.weights.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB, save
 
 CASES = [(m, layout) for m in MODELS for layout in (LAYOUTS if m in MOE else DENSE_LAYOUTS)]
 
@@ -166,3 +175,81 @@ def test_trap_12_a_value_head_is_never_tied(saved, tied, layout):
     assert all(torch.equal(out[name], weights[name]) for name in out)
     with SafetensorsReader(hf.path) as reader:  # a critic starts from a model with an LM head
         assert check_model(reader, family, config, head="value", may_lack=["score.weight"]) == ["score.weight"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_load_like_split_ones(saved, tmp_path, model):
+    folder = save(tmp_path / "stacked", model, tied=False, save_original_format=False)
+    config, layout = read_hf_config(folder), LAYOUTS["tp2xep2_etp2"]
+    family, split = family_for(config), saved(model).weights
+    with SafetensorsReader(folder) as stored:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in stored.tensors
+        reader = unstack_experts(stored, family)
+        assert check_model(reader, family, config) == []
+        assert all(torch.equal(reader(name)[()], split[name]) for name in split)
+        shards, _ = load_all(reader, family, config, layout)
+        with pytest.raises(ModelError, match="missing"):
+            check_model(reader, family, config | {"num_experts": 5})
+    out = export_all(shards, family, config, layout)
+    assert out.keys() == split.keys()
+    assert all(torch.equal(out[name], split[name]) for name in split)
+
+
+def test_split_experts_need_no_view(saved):
+    hf = saved("mixtral")
+    with SafetensorsReader(hf.path) as reader:
+        assert unstack_experts(reader, family_for(read_hf_config(hf.path))) is reader
+
+
+@pytest.fixture
+def model(saved):
+    """(config, family, weights) by name."""
+
+    def get(name, tied=False):
+        hf = saved(name, tied=tied)
+        config = read_hf_config(hf.path)
+        return config, family_for(config), hf.weights
+
+    return get
+
+
+def test_memory_is_this_ranks_own(model):
+    """What is kept does not alias the stream's tensors, which a sender may reuse."""
+    config, family, weights = model("llama")
+    expected = {n: s.clone() for _, n, s in hf_to_mcore(weights.items(), family, ParallelDims(), 0, hf_config=config)}
+
+    def reused():
+        for name, tensor in weights.items():
+            buffer = tensor.clone()
+            yield name, buffer
+            buffer.fill_(torch.nan)
+
+    got = {name: shard for _, name, shard in hf_to_mcore(reused(), family, ParallelDims(), 0, hf_config=config)}
+    assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got)
+
+
+def test_streams_that_are_not_the_model_are_refused(model):
+    config, family, weights = model("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def run(items):
+        return list(hf_to_mcore(items, family, ParallelDims(), 0, hf_config=config))
+
+    with pytest.raises(ModelError, match=f"1 tensors missing .*{name}"):
+        run((n, t) for n, t in weights.items() if n != name)
+    with pytest.raises(ModelError, match="extra.weight: the model has no such tensor"):
+        run([*weights.items(), ("extra.weight", torch.zeros(1))])
+    with pytest.raises(ModelError, match=f"{name}: came twice"):
+        run([*weights.items(), (name, weights[name])])
+    with pytest.raises(ModelError, match=rf"{name}: is \[3\], not \[48, 32\]"):
+        run([*((n, t) for n, t in weights.items() if n != name), (name, torch.zeros(3))])
+    layout = LAYOUTS["tp2"]
+    shards = [
+        (rank, *found)
+        for rank in range(2)
+        for found in hf_to_mcore(weights.items(), family, layout, rank, hf_config=config)
+    ]
+    with pytest.raises(ModelError, match="tensors missing"):
+        list(mcore_to_hf(shards[: len(shards) // 2], family, layout, hf_config=config))
+    with pytest.raises(ModelError, match="rank 0 of tp2 has no such parameter"):
+        list(mcore_to_hf([(0, 0, "nothing", torch.zeros(1))], family, layout, hf_config=config))

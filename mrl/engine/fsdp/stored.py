@@ -14,9 +14,8 @@ from mrl.weights.composites import CarriedReader
 from mrl.weights.mcore_weights import check_architecture
 from mrl.weights.pread import LazySlice, Region
 from mrl.weights.pt_file import load_pt
-from mrl.weights.reader import Slice
 from mrl.weights.rules import buffer_names, expected_hf_names
-from mrl.weights.safetensors_io import DTYPES, NAMES, TensorInfo, count_groups
+from mrl.weights.safetensors_io import DTYPES, NAMES, Slice, TensorInfo, count_groups
 from mrl.weights.stacks import unstacking_read
 from mrl.weights.table import Family, HFConfig
 

@@ -17,9 +17,9 @@ from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, exper
 from mrl.mcore_models.recompute import recompute_modules
 from mrl.ops import devices
 from mrl.parallel import ParallelDims, stage_layers
+from mrl.weights.accounting import count_key, num_mtp_layers
 from mrl.weights.families import family_for, family_of, fields_of
 from mrl.weights.hf_config import normalize
-from mrl.weights.mtp import count_key, num_mtp_layers
 
 
 class MegatronChecks(EngineChecks):

@@ -37,10 +37,9 @@ from mrl.errors import ConfigError
 from mrl.kernels import delta_rule, operators
 from mrl.mcore_models import cpu_stand_in
 from mrl.ops import devices
-from mrl.weights.accounting import copies_of
+from mrl.weights.accounting import copies_of, shared_tensors
 from mrl.weights.composites import tensor_names
 from mrl.weights.families import fields_of
-from mrl.weights.mtp import shared_tensors
 from mrl.weights.rules import buffer_names, expected_hf_names
 from mrl.weights.safetensors_io import tensor_infos
 

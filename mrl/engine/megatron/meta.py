@@ -42,9 +42,9 @@ from mrl.mcore_models.layer_spec import DTYPES, faster_locally, takes_te, wanted
 from mrl.mcore_models.te_limits import Gpu, disabled_switches, te_refusal
 from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
+from mrl.weights.accounting import num_mtp_layers
 from mrl.weights.families import fields_of
 from mrl.weights.hf_config import read_hf_config
-from mrl.weights.mtp import num_mtp_layers
 from mrl.weights.rules import chunk_plans
 
 Spec = Literal["te", "local"]

@@ -61,9 +61,9 @@ SPARSE = (
 )
 STACKS = (
     Stack(_EXPERTS + "gate_up_proj", (_GATE + ".weight", _UP + ".weight"), transposed=True),
-    Stack(_EXPERTS + "gate_up_proj_bias", (_GATE + ".bias", _UP + ".bias"), bias=True),
+    Stack(_EXPERTS + "gate_up_proj_bias", (_GATE + ".bias", _UP + ".bias")),
     Stack(_EXPERTS + "down_proj", (_DOWN + ".weight",), transposed=True),
-    Stack(_EXPERTS + "down_proj_bias", (_DOWN + ".bias",), bias=True),
+    Stack(_EXPERTS + "down_proj_bias", (_DOWN + ".bias",)),
 )
 
 FAMILY = Family(

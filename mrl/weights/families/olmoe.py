@@ -16,7 +16,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     model_type="olmoe",
     layer=ATTENTION + QK_NORM_OVER_HEADS,
-    sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj"),
+    sparse=sparse_mlp("mlp"),
     is_sparse=every_layer,
     reads=DENSE | EXPERTS | {"norm_topk_prob", "clip_qkv"},
     fields=fields,

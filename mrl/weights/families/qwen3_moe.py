@@ -24,7 +24,7 @@ FAMILY = Family(
     model_type="qwen3_moe",
     layer=QWEN3.layer,
     dense=DENSE_MLP,
-    sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj"),
+    sparse=sparse_mlp("mlp"),
     is_sparse=is_sparse,
     reads=DENSE | EXPERTS | {
         "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mrl.check import reference
-from mrl.check.command import CommandCheck
+from mrl.check.command import CommandCheck, Subject
 from mrl.check.folder import CheckedModel
 from mrl.check.rows import Rows, first_rows
-from mrl.check.subject import Subject
 from mrl.config.command import Part
 from mrl_unlearn.loss import UnlearnLoss
 from mrl_unlearn.record import UnlearnConfig
