@@ -22,15 +22,9 @@ from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
-<<<<<<< HEAD
 from mrl.errors import CheckpointError, ModelError, UserError, quoted
-from mrl.weights.accounting import LM_HEAD, SCORE, check_model, copies_of
-from mrl.weights.adapter_folder import is_adapter, merged_place
-=======
-from mrl.errors import CheckpointError, ModelError, quoted
 from mrl.weights.accounting import LM_HEAD, OWN_COUNT, SCORE, check_model, copies_of, mtp_layers, shared_tensors
 from mrl.weights.adapter_folder import base_of, is_adapter, merged_place
->>>>>>> h/s7
 from mrl.weights.companions import companion_files
 from mrl.weights.composites import SOURCE, as_stored_in
 from mrl.weights.families import family_for, family_of

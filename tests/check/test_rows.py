@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from mrl.config.dpo import ROWS
 from torch import Tensor
 
 from mrl.algorithms.preference import LossSettings, PreferenceLoss, with_reference
@@ -22,7 +23,6 @@ from mrl.check.run import read_config
 from mrl.check.steps import SFT, PreferenceOracle, ScoreOracle
 from mrl.config.command import Part
 from mrl.config.load import from_dict
-from mrl.config.preference_losses import ROWS
 from mrl.config.schema import OneTeacherConfig, TeacherConfig, TeacherModelConfig
 from mrl.data import preferences
 from mrl.data.batches import BatchSource, batch_of

@@ -82,11 +82,7 @@ def test_it_touches_its_own_files_alone():
 def test_no_part_of_mrl_asks_which_command_trains():
     """Names of commands as texts, and types of their configs, stand in records, in what only one command has, and in the rooms of
     trainers: everything else asks the record."""
-<<<<<<< HEAD
-    rooms = r"commands|check/of_|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|recipes|roles|checks|teacher_checks|load|translate)"
-=======
-    rooms = r"commands|check/steps|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|ppo_checks|recipes|roles|checks|rates|translate|foreign)"
->>>>>>> h/s7
+    rooms = r"commands|check/steps|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|recipes|roles|checks|teacher_checks|load|translate)"
     found = [
         f"{path.relative_to(tiny_runs.REPO)}: {line.strip()}"
         for path in sorted((tiny_runs.REPO / "mrl").rglob("*.py"))

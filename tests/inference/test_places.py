@@ -16,16 +16,10 @@ from mrl.config.schema import LoraConfig
 from mrl.convert import sources
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-<<<<<<< HEAD
-from mrl.convert.opening import open_any
+from mrl.convert.sources import open_any
 from mrl.errors import CheckpointError, UserError
 from mrl.inference.places import find_model, renew
-from tests.convert.test_composite import make
-=======
-from mrl.errors import UserError
-from mrl.inference.places import find_model
 from tests.convert.test_quantised import make
->>>>>>> h/s7
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.inference.cases import greedy, mrl
