@@ -54,9 +54,9 @@ from mrl.engine.megatron import (  # noqa: E402
     generate,
     lora,
     optim,
+    optim_state,
     pipeline,
     streams,
-    trained,
     watched,
 )
 from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
@@ -316,12 +316,14 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self._used("parameters", "gradients", "optimizer"):
             model, unreduced = self.model, self._accumulated and not self._spent
             assert self._spent or not self._reduced, "gradients were reduced for hf_gradients or a guard"
-            return trained.copy_trained_state(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
+            return optim_state.copy_trained_state(
+                model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent
+            )
 
     @installed
     def set_trained_state(self, state: TrainedState) -> None:
         with self._used("parameters", "gradients", "optimizer"):
-            trained.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
+            optim_state.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
         # copies are made again in the first forward of a mini-batch, and gradients may have accumulated already
         fp8.forget_copies(self.model.chunks)
         self._accumulated = state.gradients is not None

@@ -24,13 +24,11 @@ from mrl import patches
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.lora.folder import adapters
-from mrl.engine.megatron.buckets import ranges_of_ranks
-from mrl.engine.megatron.chunk_run import ChunkRun
-from mrl.engine.megatron.even_experts import EvenExperts
-from mrl.engine.megatron.meta_ids import DistillIds
+from mrl.engine.megatron.chunk_run import ChunkRun, DistillIds
 from mrl.engine.megatron.meta_run import (
     BLOCK,
     CostCounter,
+    EvenExperts,
     GPUKernelChoice,
     Traffic,
     keep_mode_in_backward,
@@ -308,7 +306,7 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
 
 def _buffers(config: RoleConfig, model: Any) -> list[Buffer]:
     """Describes megatron's buffers, with the elements of each on every rank."""
-    from mrl.engine.megatron import optim
+    from mrl.engine.megatron import muon, optim
 
     assert config.optimizer is not None
     matrices = model.matrices() if config.optimizer.name == "muon" else {}
@@ -316,7 +314,7 @@ def _buffers(config: RoleConfig, model: Any) -> list[Buffer]:
     for buffer in optim.gradient_buffers(model.wrapped):
         ranks = buffer.data_parallel_group.size()
         masters, of_muon = [0] * ranks, [0] * ranks
-        for parameter, ranges in ranges_of_ranks(buffer):
+        for parameter, ranges in muon.ranges_of_ranks(buffer):
             for rank, (start, end) in ranges.items():
                 masters[rank] += end - start
                 if id(parameter) in matrices:
