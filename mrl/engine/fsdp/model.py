@@ -20,15 +20,13 @@ from mrl.config.schema import RoleConfig
 from mrl.engine import collective
 from mrl.engine.fsdp import attention, fused, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
-from mrl.engine.fsdp.blocks import blocks_of, embedding_of
-from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
-from mrl.engine.fsdp.initial import InitialWeights
+from mrl.engine.fsdp.blocks import blocks_of, embedding_of, wrap_blocks
+from mrl.engine.fsdp.build import InitialWeights, build, fill_buffers, with_value_head
 from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import Rows, TableFiles
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.rotary import length_dependent_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.engine.lora.shapes import name_in_base

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine import collective
-from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import is_matrix
+from mrl.engine.offload import ActivationOffload
 from mrl.engine.saving import starting_weights
 from mrl.engine.stored_weights import say_carried
 from mrl.errors import ConfigError
