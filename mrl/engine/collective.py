@@ -26,6 +26,8 @@ T = TypeVar("T")
 K = TypeVar("K")
 Predictions = dict[str, Tensor]
 """Name -> one number per token, in the order of a batch's tokens."""
+TensorStream = Iterator[tuple[str, Tensor]]
+"""(Name, whole tensor), one at a time."""
 
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
@@ -265,7 +267,7 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
 
 def from_main(
     found: dict[str, Tensor], infos: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """Yields on every rank the tensors of `infos` (name -> shape, dtype), one at a time, from rank 0.
 
     found: the tensors on rank 0; each is removed when it is sent. device: the one that the ranks communicate with.

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from mrl.engine.fsdp import attention, delta_net
 from mrl.engine.fsdp.blocks import blocks_of
 from mrl.errors import ModelError
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
+from mrl.weights.table import HFConfig
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$")
 """Names of learned positions in transformers' models."""
@@ -45,7 +44,7 @@ def check_known(model_type: str) -> None:
         )
 
 
-def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
+def check_sequences(raw: HFConfig, sequences: Sequences) -> None:
     """Raises ModelError if transformers builds no language model of `raw`, or one that cannot take the sequences.
 
     It is for models without a table in mrl, and builds them without memory.
@@ -85,7 +84,7 @@ def _not_packed(model_type: str) -> str:
     )
 
 
-def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
+def build(config: RoleConfig, hf_config: HFConfig) -> nn.Module:
     """Returns the model of config.json, fp32, on the meta device, with our attention if it takes any.
 
     Raises ModelError.

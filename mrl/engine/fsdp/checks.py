@@ -13,6 +13,7 @@ from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims, divisors_near
 from mrl.weights.families import FAMILIES
 from mrl.weights.hf_config import normalize
+from mrl.weights.table import HFConfig
 
 
 class FSDPChecks(EngineChecks):
@@ -25,9 +26,7 @@ class FSDPChecks(EngineChecks):
         check_recompute(engine)
 
     @classmethod
-    def check_model(
-        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
-    ) -> None:
+    def check_model(cls, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig, sequences: Sequences) -> None:
         if dims.cp > 1:
             check_shared_sequences(dims.cp, hf_config)
         check_positions(hf_config, sequences)
@@ -37,7 +36,7 @@ class FSDPChecks(EngineChecks):
             check_sequences(hf_config, sequences)
 
 
-def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
+def check_shared_sequences(cp: int, model: HFConfig) -> None:
     """Raises ConfigError if `cp` ranks cannot share the sequences of the model. model: the content of its config.json.
 
     A model without a table in mrl may call these fields otherwise; the engine then tries it (mrl/engine/fsdp/probe.py).
@@ -54,7 +53,7 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
             )
 
 
-def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
+def check_positions(model: HFConfig, sequences: Sequences) -> None:
     """Raises ConfigError for sequences beyond the length up to which the angles of the model's positions are fixed.
 
     It checks what does not follow the length: generated sequences, and models with images.
@@ -77,7 +76,7 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
         raise ConfigError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
 
 
-def length_dependent_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
+def length_dependent_positions(model: HFConfig) -> tuple[str, int | None] | None:
     """Returns (kind, limit) of a rotary embedding that follows the length of a sequence; None for any other.
 
     Up to `limit` tokens its angles are the same for all sequences; None if config.json does not say. model: the content

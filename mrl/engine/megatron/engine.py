@@ -26,7 +26,11 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Outcome,
+    PostprocessFn,
     Predictions,
+    PreprocessFn,
+    Read,
+    TensorStream,
     no_progress,
 )
 from mrl.engine.kept import KeptSequences
@@ -127,7 +131,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self.setup = pipeline.PipelineConfig.of(self.model, self.config)
 
     @installed
-    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+    def init_model(self, read: Read | None = None) -> None:
         """Does what every engine does. read: gives the weights (HF name -> tensor or lazy slice); None: as
         configured."""
         if self.config.engine.megatron.get("fp8"):
@@ -183,8 +187,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         batch: Batch,
         ctx: Ctx | None = None,
         forward_only: bool = False,
-        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
-        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
@@ -255,7 +259,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return self.model.wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
     def _step_config(
-        self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool, adds: bool
+        self, batch: Batch, forward_only: bool, postprocess_fn: PostprocessFn | None, *, reduces: bool, adds: bool
     ) -> pipeline.StepConfig:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
@@ -395,27 +399,27 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     def _stream(
         self, value: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, *, everywhere: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> TensorStream:
         buffers = kind == "parameters"
         with self.model.state.installed(), self._used(kind):
             yield from streams.stream(self.model, value, dtype=dtype, buffers=buffers, everywhere=everywhere)
 
-    def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+    def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> TensorStream:
         with self.model.state.installed(), self._used(kind):
             yield from streams.stream_trained(self.model, value)
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> TensorStream:
         fp8.forget_copies(self.model.chunks)  # frees memory for the reader of the weights
         value = streams.merge_adapters(self.model) if self.model.adapters else (lambda parameter: parameter.data)
         return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self) -> TensorStream:
         return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         return lora.without_adapters(self.model.chunks)
 
-    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_gradients(self) -> TensorStream:
         assert not self._spent, "optimizer_step has spent the gradients"
         with self.model.state.installed(), self._used("gradients"):
             self._reduce()

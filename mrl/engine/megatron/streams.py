@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engine.collective import from_main
+from mrl.engine.collective import TensorStream, from_main
 from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
 from mrl.engine.megatron.model import Model
@@ -42,7 +42,7 @@ MIN_BATCH_BYTES = 2**20
 
 def stream(
     model: Model, value: Callable[[Tensor], Tensor], *, dtype: torch.dtype, buffers: bool, everywhere: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """Yields (name in Hugging Face's files, whole tensor on the engine's device) of every parameter, in one order.
 
     dtype: of the tensors of `value`. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
@@ -53,7 +53,7 @@ def stream(
 
 def _by_rule(
     model: Model, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool, everywhere: bool
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """Yields (name in the tables, whole tensor); see `stream`."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
@@ -91,7 +91,7 @@ def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
     return value
 
 
-def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> TensorStream:
     """Yields (name in peft's file, whole tensor on the host) of the trained tensors of a model with adapters.
 
     value: gives fp32.
@@ -112,7 +112,7 @@ def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tu
             yield rule, whole.pop(rule.hf[0]).cpu()
 
 
-def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> TensorStream:
     """Yields (name, tensor) as in peft's file, from (rule, A or B of one expert) in any order."""
     waiting: dict[str, dict[int, Tensor]] = {}
     for rule, tensor in pairs:
