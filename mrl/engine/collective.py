@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mrl import patches
 from mrl.batch import Batch
-from mrl.engine.atomic_checkpoint import RankGroup
+from mrl.engine.atomic_checkpoint import ONE_RANK, RankGroup
 from mrl.engine.microbatch import shares
 from mrl.errors import DataError, UserError
 from mrl.words import LAUNCHED_RANK
@@ -246,7 +246,9 @@ def node_ids() -> list[int]:
 
 
 def all_ranks() -> RankGroup:
-    """Returns the processes of the world, for the checkpoint folder. They communicate over gloo."""
+    """Returns the processes of the world, or this one before they have joined. They communicate over gloo."""
+    if not dist.is_initialized():
+        return ONE_RANK
 
     def gather(value: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -30,6 +30,7 @@ class ChunkRun:
     ) -> None:
         from mrl.engine.megatron import pipeline
 
+        self._pipeline = pipeline
         self.dims, self.model, self.trains = model.dims, model, config.optimizer is not None
         self.setup = pipeline.PipelineConfig.of(model, config)
         # the last token is only a label; equal ones would all add to one row of the embedding's gradient
@@ -41,9 +42,7 @@ class ChunkRun:
         self.ctx |= {} if ids is None else ids.ctx
 
     def micro_batch(self) -> Any:
-        from mrl.engine.megatron import pipeline
-
-        return pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
+        return self._pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
 
     def hidden(self, micro_batch: Any, inner: Any) -> Tensor | None:
         """Returns hidden states as another chunk would send them; None for the chunk with the embedding."""
@@ -55,13 +54,11 @@ class ChunkRun:
 
     def forward(self, micro_batch: Any, chunk: Any, inner: Any, hidden: Tensor | None) -> Tensor:
         """Returns the chunk's hidden states, or the loss of the last one. inner: the chunk without DDP."""
-        from mrl.engine.megatron import pipeline
-
         self.model.transformer.grad_scale_func = megatron_scale(1.0)
         if hidden is not None:
             inner.set_input_tensor(hidden)
-        call = pipeline.StepConfig(self._loss if self.trains else None, 1.0, 1.0, not self.trains, None)
-        output, loss = pipeline._forward_step(iter([micro_batch]), chunk, setup=self.setup, call=call, count=1)
+        call = self._pipeline.StepConfig(self._loss if self.trains else None, 1.0, 1.0, not self.trains, None)
+        output, loss = self._pipeline._forward_step(iter([micro_batch]), chunk, setup=self.setup, call=call, count=1)
         return loss(output)[0] if inner.post_process else output
 
     def _loss(self, data: Batch, predictions: Predictions, ctx: Ctx) -> tuple[Tensor, Ctx]:

@@ -79,6 +79,10 @@ def installed(method: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
+def _main_grad(parameter: Any) -> Tensor:
+    return parameter.main_grad
+
+
 class MegatronEngine(MegatronChecks, BaseEngine):
     """Runs one model over all ranks, in the layout of `config.engine.parallel`."""
 
@@ -397,24 +401,21 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
             return generate.run(self.model, requests, **limits, progress=progress, kept=kept, cuda_graphs=cuda_graphs)
 
-    def _stream(
-        self, value: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, *, everywhere: bool = False
-    ) -> TensorStream:
-        buffers = kind == "parameters"
+    def _stream(self, tensors: TensorStream, kind: str) -> TensorStream:
+        """Yields `tensors`, which are made of a kind of state."""
         with self.model.state.installed(), self._used(kind):
-            yield from streams.stream(self.model, value, dtype=dtype, buffers=buffers, everywhere=everywhere)
-
-    def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> TensorStream:
-        with self.model.state.installed(), self._used(kind):
-            yield from streams.stream_trained(self.model, value)
+            yield from tensors
 
     def hf_weights(self, *, everywhere: bool = False) -> TensorStream:
-        fp8.forget_copies(self.model.chunks)  # frees memory for the reader of the weights
-        value = streams.merge_adapters(self.model) if self.model.adapters else (lambda parameter: parameter.data)
-        return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
+        model = self.model
+        fp8.forget_copies(model.chunks)  # frees memory for the reader of the weights
+        value = streams.merge_adapters(model) if model.adapters else (lambda parameter: parameter.data)
+        tensors = streams.stream(model, value, dtype=model.dtype, buffers=True, everywhere=everywhere)
+        return self._stream(tensors, "parameters")
 
     def adapter_weights(self) -> TensorStream:
-        return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
+        tensors = streams.stream_trained(self.model, lambda parameter: parameter.data.float())
+        return self._stream(tensors, "parameters")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         return lora.without_adapters(self.model.chunks)
@@ -425,8 +426,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self._reduce()
             optim.gather_gradients(self.model.wrapped)
         if self.model.adapters:
-            return self._stream_trained(lambda parameter: parameter.main_grad, "gradients")
-        return self._stream(lambda parameter: parameter.main_grad, "gradients", torch.float32)
+            tensors = streams.stream_trained(self.model, _main_grad)
+        else:
+            tensors = streams.stream(self.model, _main_grad, dtype=torch.float32, buffers=False)
+        return self._stream(tensors, "gradients")
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -234,11 +233,6 @@ def _check(rules: Rules, shapes: Shapes) -> None:
     placed = {shape.name for rule in here for shape, _ in adapters_on(rule, shapes)}
     lost = [name for name in shapes if name not in placed and any(f".layers.{layer}." in name for layer in layers)]
     assert not lost, f"megatron's model has no place for the adapters of {lost}"
-
-
-def route_reads(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
-    """Returns a reader that uses `adapters` for names of an adapter's file, and `read` for the model's."""
-    return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
 
 
 def initial_adapters(shapes: Shapes, seed: int) -> Callable[[str], Tensor]:

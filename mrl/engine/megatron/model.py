@@ -15,6 +15,7 @@ from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine import collective
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
+from mrl.engine.lora.shapes import PREFIX
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
@@ -97,16 +98,6 @@ class Model:
             return EXPERTS["grouped_mm"]
         return EXPERTS["TEGroupedMLP" if self.spec == "te" else "SequentialMLP"]
 
-    def rules_under(self, spec: str) -> list[dict[str, Rule]]:
-        """Returns the rules of this rank's chunks, by parameter name, of the layers of a spec."""
-        return [
-            param_map(
-                self.family, self.hf, layout=self.dims, coords=self.coords, chunk=plan, spec=spec,
-                head=self.config.head,
-            )
-            for plan in weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp)
-        ]  # fmt: skip
-
     def init(self, read: Read | None = None) -> None:
         """Builds the chunks and their optimizer and fills them. Collective.
 
@@ -128,14 +119,19 @@ class Model:
     def build(self) -> None:
         """Builds this rank's chunks as the config's keys ask for, without values and without an optimizer."""
         config, head = self.config, self.config.head
-        self.rules = self.rules_under(self.spec)
+        plans = weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp)
+        self.rules = [
+            param_map(
+                self.family, self.hf, layout=self.dims, coords=self.coords, chunk=plan, spec=self.spec, head=head
+            )
+            for plan in plans
+        ]  # fmt: skip
         buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
             userbuffers.create_buffers(buffers)
         self.chunks = self.wrapped = build_chunks(
-            self.transformer, self.hf, dims=self.dims,
-            chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
-            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head, detaches_mtp=self.detaches_mtp,
+            self.transformer, self.hf, dims=self.dims, chunks=plans, head=head, detaches_mtp=self.detaches_mtp,
+            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp),
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
@@ -197,9 +193,13 @@ class Model:
 
     def fill(self, read: Read) -> None:
         """Sets this rank's weights, and masters if any. Adapters start again, which leaves the model as it is."""
-        read = lora.route_reads(read, lora.initial_adapters(self.adapters, self.config.seed))
-        weights.load(self.chunks, self.rules, read)
-        self._fill_masters(read)
+        initial = lora.initial_adapters(self.adapters, self.config.seed)
+
+        def either(name: str) -> Any:
+            return initial(name) if name.startswith(PREFIX) else read(name)
+
+        weights.load(self.chunks, self.rules, either)
+        self._fill_masters(either)
 
     @property
     def mtp_params(self) -> frozenset[int]:

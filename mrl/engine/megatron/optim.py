@@ -34,7 +34,6 @@ from mrl.weights.rules import Rule
 patches.check(__name__)
 
 PRECISION = (PRECISION_AWARE, *MOMENTS.values())
-BUFFERS = ("buffers", "expert_parallel_buffers")  # attributes of DistributedDataParallel: dense first, then experts
 
 
 def wrap(
@@ -334,8 +333,7 @@ def _shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
     """Yields every gradient buffer of this rank, dense ones first."""
     for chunk in chunks:
-        for name in BUFFERS:
-            yield from getattr(chunk, name)
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
