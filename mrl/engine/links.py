@@ -180,6 +180,10 @@ class Link(abc.ABC):
         self.rest()
 
 
+def _store(host: str, port: int, *, is_master: bool = False) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=delta(JOIN_S))
+
+
 class BroadcastLink(Link):
     """Sends weights in a process group. The trainer is rank 0 and the servers' processes come after it.
 
@@ -195,11 +199,9 @@ class BroadcastLink(Link):
         self._timeout_s, self._workers, self._host = timeout_s, workers, host
         # a new name, because a server may still have the group of a killed run
         self._name = f"mrl-{secrets.token_hex(8)}"
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=delta(JOIN_S))
+        self._store = _store(host, 0, is_master=True)
         # a second client, because the first is locked while it waits for others to join
-        self._bell = dist.TCPStore(
-            host, self._store.port, is_master=False, wait_for_workers=False, timeout=delta(JOIN_S)
-        )
+        self._bell = _store(host, self._store.port)
         self._group: list[dist.Backend] = []  # at most one. Nothing else holds it, so that `end_group` can drop it
 
     def offers(self) -> list[Message]:
@@ -370,13 +372,7 @@ def make_receiver(offer: Message, worker: int) -> LinkReceiver:
 
 class _BroadcastReceiver(LinkReceiver):
     def __init__(self, offer: Message, worker: int) -> None:
-        self._store = dist.TCPStore(
-            offer["address"],
-            offer["port"],
-            is_master=False,
-            wait_for_workers=False,
-            timeout=delta(JOIN_S),
-        )
+        self._store = _store(offer["address"], offer["port"])
         self._timeout_s = offer["timeout_s"]
         self._group = [make_group(self._store, offer | {"rank": offer["rank"] + worker}, when_broken=CLEAN_UP)]
         if offer["greets"]:
