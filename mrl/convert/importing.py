@@ -165,7 +165,7 @@ def _finish(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> None:
     """Writes the small files, COMPLETE last."""
-    from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
+    from mrl.engine.torch_dist.boxes import write_metadata  # which imports torch.distributed.checkpoint
 
     items = {
         Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in summary["items"]]

@@ -70,7 +70,7 @@ def main(device_type: str) -> None:
     os.environ.update({name: value for name, value in loopback().items() if name not in os.environ})
     import torch
 
-    from mrl.engine import all_reduce, collective
+    from mrl.engine import collective
 
     say({"phase": "joining the other"})
     collective.join_processes(device_type)
@@ -79,9 +79,9 @@ def main(device_type: str) -> None:
         devices["nccl"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     for backend, device in devices.items():
         say({"phase": f"in an all-reduce over {backend}"})
-        seconds = list(all_reduce.time_all_reduce(device, LARGE[device.type]))
+        seconds = list(collective.time_all_reduce(device, LARGE[device.type]))
         say({"phase": f"after those over {backend}", "backend": backend, "seconds": seconds})
-    all_reduce.destroy_process_groups()
+    collective.destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -245,9 +245,7 @@ def delete(path: str) -> None:
 def parse_marker(path: str, content: bytes | None) -> Marker:
     """Returns the content of COMPLETE. path: the checkpoint, for messages. content: None if the file does not exist."""
     if content is None:
-        raise CheckpointError(
-            path, why=f"not a whole checkpoint of mrl: it has no {MARKER} file", fix="use another checkpoint"
-        )
+        raise _unusable(path, f"not a whole checkpoint of mrl: it has no {MARKER} file")
     try:
         fields = parse_json(content)
         known, version = fields["format"] == FORMAT, fields["version"]
@@ -256,13 +254,9 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         )
         inside = all(os.path.normpath(os.path.join("/", file)) == f"/{file}" for file in marker.files)
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            path, why=f"damaged or foreign: {MARKER} cannot be read ({error!r})", fix="use another checkpoint"
-        ) from error
+        raise _unusable(path, f"damaged or foreign: {MARKER} cannot be read ({error!r})") from error
     if not (known and inside):
-        raise CheckpointError(
-            path, why=f"foreign: {MARKER} is not that of an mrl checkpoint", fix="use another checkpoint"
-        )
+        raise _unusable(path, f"foreign: {MARKER} is not that of an mrl checkpoint")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             path,
@@ -271,6 +265,10 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
             fix="load it with the mrl that wrote it",
         )
     return marker
+
+
+def _unusable(path: str, why: str) -> CheckpointError:
+    return CheckpointError(path, why=why, fix="use another checkpoint")
 
 
 def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
@@ -406,19 +404,13 @@ def check_file(path: str, file: str, entry: dict, *, content: bool) -> None:
     """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
-        raise CheckpointError(path, why=f"damaged: {file} is missing", fix="use another checkpoint")
+        raise _unusable(path, f"damaged: {file} is missing")
     size = os.path.getsize(full)
     if size != entry["size"]:
-        raise CheckpointError(
-            path,
-            why=f"damaged: {file} has {size} bytes and was saved with {entry['size']}",
-            fix="use another checkpoint",
-        )
+        raise _unusable(path, f"damaged: {file} has {size} bytes and was saved with {entry['size']}")
     try:
         same = not content or crc32_of(full) == entry["crc32"]
     except OSError as error:
-        raise CheckpointError(
-            path, why=f"damaged: {file} cannot be read ({error})", fix="use another checkpoint"
-        ) from error
+        raise _unusable(path, f"damaged: {file} cannot be read ({error})") from error
     if not same:
-        raise CheckpointError(path, why=f"damaged: the content of {file} has changed", fix="use another checkpoint")
+        raise _unusable(path, f"damaged: the content of {file} has changed")

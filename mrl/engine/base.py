@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,21 +22,21 @@ from mrl.config.checks import check_muon
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.engine import background, collective, saving
 from mrl.engine.checks import EngineChecks
-from mrl.engine.collective import Predictions
+from mrl.engine.collective import Predictions, TensorStream
 from mrl.engine.guards import Problem
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, no_progress
 from mrl.engine.schedule import learning_rate
-from mrl.engine.stored_weights import mtp_tensors_of_folder
+from mrl.engine.stored_weights import Read, mtp_tensors_of_folder
 from mrl.engine.trained_state import TrainedState, UpdateSettings
 from mrl.weights.accounting import OWN_COUNT, count_key
 from mrl.weights.composites import COMPOSITES, CarriedReader
 from mrl.weights.hf_config import changes_to_text
 from mrl.weights.rules import value_head_config
 from mrl.weights.safetensors_io import HFWriter, TensorInfo
-from mrl.weights.table import Family
+from mrl.weights.table import Family, HFConfig
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -53,6 +53,11 @@ never a mean. ctx: a private copy of the caller's. `ctx["metrics"]` (name -> sca
 and data-parallel ranks, and divided by the same denominator as the loss.
 """
 
+PreprocessFn = Callable[[Batch, Ctx], tuple[Batch, Ctx]]
+"""Changes a micro-batch and its ctx before the model's inputs are made."""
+
+PostprocessFn = Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]]
+"""Changes a micro-batch's predictions and its ctx before the loss."""
 
 PLAIN_CTX: Ctx = {"temperature": 1.0}
 """The ctx of a call without one: the model's own log-probs, without entropies."""
@@ -150,7 +155,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Returns the data-parallel degree."""
 
     @abc.abstractmethod
-    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+    def init_model(self, read: Read | None = None) -> None:
         """Builds or loads model, optimizer and LR schedule. Afterwards every other method may be called.
 
         read: gives the initial weights instead of the folder `model.path` (Hugging Face name -> tensor or lazy slice).
@@ -175,8 +180,8 @@ class BaseEngine(EngineChecks, abc.ABC):
         batch: Batch,
         ctx: Ctx | None = None,
         forward_only: bool = False,
-        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
-        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
     ) -> Outcome:
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
@@ -363,7 +368,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
 
     @abc.abstractmethod
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> TensorStream:
         """Streams (Hugging Face name, whole tensor) on rank 0; other ranks take part and get nothing.
 
         A tensor is new memory, on the engine's device or on the host. The reader decides where it goes, and the engine
@@ -371,7 +376,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         weights that they adapt.
         """
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self) -> TensorStream:
         """Streams the adapters, and a value head's score, as `hf_weights` does, under the names of peft's files.
 
         They are fp32 and on the host.
@@ -404,7 +409,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_gradients(self) -> TensorStream:
         """Streams the accumulated gradients (fp32) as `hf_weights` does, reduced as `optimizer_step` would use them.
 
         With adapters they are those of `adapter_weights`, under the same names, because nothing else has a gradient. A
@@ -439,7 +444,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         path: str,
         infos: Mapping[str, TensorInfo],
         family: Family | None,
-        hf_config: Mapping[str, Any],
+        hf_config: HFConfig,
         copies: Mapping[str, str] = types.MappingProxyType({}),
         carried: Collection[str] = (),
     ) -> None:
@@ -464,7 +469,7 @@ class BaseEngine(EngineChecks, abc.ABC):
                     out.add(written, tensor)
         collective.wait_for_all()
 
-    def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    def _config_changes(self, family: Family | None, hf_config: HFConfig) -> dict[str, Any]:
         """Returns the changes of an export in config.json. family: None if mrl has no table of it."""
         changes, random = {}, self.config.model.init == "random"
         if random and hf_config["model_type"] in COMPOSITES:

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from mrl.config.backends import check_supported
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
+from mrl.weights.table import HFConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +42,7 @@ class EngineChecks:
         check_supported(cls.backend, cls.supports, model, engine)
 
     @classmethod
-    def check_model(
-        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
-    ) -> None:
+    def check_model(cls, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig, sequences: Sequences) -> None:
         """Raises ConfigError or ModelError if this engine cannot run a model so. hf_config: the content of its
         config.json.
 
@@ -53,9 +50,7 @@ class EngineChecks:
         """
 
     @classmethod
-    def notes_on(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> list[str]:
+    def notes_on(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> list[str]:
         """Returns lines for the user on what the engine chooses if the config leaves it open, each beginning with a
         key.
 
@@ -65,18 +60,14 @@ class EngineChecks:
         return []
 
     @classmethod
-    def check_anywhere(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> None:
+    def check_anywhere(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> None:
         """Raises ConfigError if no machine can do what the config asks for. This one refuses nothing.
 
         It is called instead of `check_here` if the run is for another machine.
         """
 
     @classmethod
-    def check_here(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> None:
+    def check_here(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> None:
         """Raises ConfigError if this machine lacks something that the config needs, before processes are started.
 
         This one refuses what `notes_on` refuses.
@@ -84,7 +75,7 @@ class EngineChecks:
         cls.notes_on(model, engine, dims, hf_config)
 
 
-def whole_number(model: Mapping[str, Any], name: str) -> int:
+def whole_number(model: HFConfig, name: str) -> int:
     """Returns the count under `name` in config.json. model: its content."""
     value = model.get(name)
     if type(value) is not int or value < 1:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import socket
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -12,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl import patches
 from mrl.batch import Batch
-from mrl.engine.atomic_checkpoint import RankGroup
-from mrl.engine.gloo import share_device
+from mrl.engine.atomic_checkpoint import ONE_RANK, RankGroup
 from mrl.engine.microbatch import shares
 from mrl.errors import DataError, UserError
 from mrl.words import LAUNCHED_RANK
@@ -23,6 +26,8 @@ T = TypeVar("T")
 K = TypeVar("K")
 Predictions = dict[str, Tensor]
 """Name -> one number per token, in the order of a batch's tokens."""
+TensorStream = Iterator[tuple[str, Tensor]]
+"""(Name, whole tensor), one at a time."""
 
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
@@ -241,7 +246,9 @@ def node_ids() -> list[int]:
 
 
 def all_ranks() -> RankGroup:
-    """Returns the processes of the world, for the checkpoint folder. They communicate over gloo."""
+    """Returns the processes of the world, or this one before they have joined. They communicate over gloo."""
+    if not dist.is_initialized():
+        return ONE_RANK
 
     def gather(value: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -262,7 +269,7 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
 
 def from_main(
     found: dict[str, Tensor], infos: Mapping[str, tuple[Sequence[int], torch.dtype]], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+) -> TensorStream:
     """Yields on every rank the tensors of `infos` (name -> shape, dtype), one at a time, from rank 0.
 
     found: the tensors on rank 0; each is removed when it is sent. device: the one that the ranks communicate with.
@@ -327,3 +334,68 @@ def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup
     dist.all_gather_object(everyone, {name: t.cpu() for name, t in predictions.items()}, group=group)
     whole = to_batch_order([p for p, share in zip(everyone, order, strict=True) if share], order, batch)
     return {name: t.to(device) for name, t in whole.items()}
+
+
+_devices: list = []
+
+
+def share_device() -> None:
+    """Makes later gloo groups share the device of the first. Idempotent.
+
+    By default torch gives every gloo group a device of its own. Its thread wakes up a hundred times a second even if
+    nothing is sent (3 % of a core for 40 groups). A layout has tens of groups, and each role has a layout. Groups with
+    one device share its thread.
+
+    torch chooses the first one as usual: by GLOO_SOCKET_IFNAME, or by the address of the host's name.
+    """
+    gloo = dist.ProcessGroupGloo
+    own_init = gloo.__init__
+    if hasattr(own_init, "__wrapped__"):
+        return
+
+    @functools.wraps(own_init)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout) -> None:
+        if isinstance(timeout, gloo._Options):
+            own_init(self, store, rank, size, timeout)
+        elif not _devices:
+            own_init(self, store, rank, size, timeout)
+            _devices.extend(self.options._devices)
+        else:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = _devices, 2 * len(_devices), timeout
+            own_init(self, store, rank, size, options)
+
+    patches.replace({"torch.distributed:ProcessGroupGloo.__init__": init})
+
+
+SMALL, SMALL_TIMES = 4, 50
+LARGE_REPEATS = 5
+
+
+def time_all_reduce(device: torch.device, large: int) -> Iterator[tuple[int, float]]:
+    """Yields (bytes, median seconds) of an all-reduce of one number and of one with `large` bytes, on joined processes.
+
+    The trial of gloo and NCCL in `mrl doctor --collectives`. Raises ArithmeticError if a sum is wrong. Collective.
+    """
+    for size, times in ((SMALL, SMALL_TIMES), (large, LARGE_REPEATS)):
+        yield size, statistics.median(_seconds_of_sum(device, size) for _ in range(times + 1))
+
+
+def _seconds_of_sum(device: torch.device, size: int) -> float:
+    ranks = dist.get_world_size()
+    tensor = torch.full((size // 4,), float(dist.get_rank() + 1), device=device)
+    dist.barrier()
+    begun = time.perf_counter()
+    dist.all_reduce(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    passed = time.perf_counter() - begun
+    expected = ranks * (ranks + 1) / 2
+    if not bool((tensor == expected).all()):
+        raise ArithmeticError(f"the sum of {ranks} ranks is {float(tensor[0])} and not {expected}")
+    return passed
+
+
+def destroy_process_groups() -> None:
+    """Destroys the process groups of this process."""
+    dist.destroy_process_group()

@@ -116,7 +116,7 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
     """
     for name, weight in weights:
         findings[name].changed = checksum(weight) != findings[name].checksum
-    ranks: Sequence[dict[str, Finding]] = all_ranks().gather(findings) if dist.is_initialized() else [findings]
+    ranks: Sequence[dict[str, Finding]] = all_ranks().gather(findings)
     found_wrong = []
     for name in sorted({name for rank in ranks for name in rank}):
         found = [rank[name] for rank in ranks if name in rank]
@@ -162,8 +162,7 @@ def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.Proce
 
 def merge_problems(problems: list[Problem]) -> list[Problem]:
     """Returns the problems of all ranks, each once, in the order of their lines. Collective over the default group."""
-    ranks: Sequence[list[Problem]] = all_ranks().gather(problems) if dist.is_initialized() else [problems]
-    return sorted({problem for rank in ranks for problem in rank}, key=str)
+    return sorted({problem for rank in all_ranks().gather(problems) for problem in rank}, key=str)
 
 
 @torch.no_grad()

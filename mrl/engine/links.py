@@ -46,6 +46,9 @@ from mrl.engine.link_groups import (
 
 T = TypeVar("T")
 
+Message = dict[str, Any]
+"""JSON from one end to the other: an offer to join, or the layout of a bucket."""
+
 PROTOCOL = 2
 """The version of the messages between both ends, because a server may run another mrl."""
 
@@ -67,7 +70,7 @@ class Bucket:
     turn: int  # `data` is the beginning of this one of the two buffers
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def layout(self) -> Message:
         return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
 
 
@@ -101,12 +104,12 @@ def buckets(
         yield Bucket(names, dtypes, shapes, data[:size], turn)
 
 
-def size_of(layout: dict[str, Any]) -> int:
+def size_of(layout: Message) -> int:
     """Returns the bytes of a bucket's tensors together."""
     return sum(_bytes(dtype, shape) for dtype, shape in zip(layout["dtypes"], layout["shapes"], strict=True))
 
 
-def unpack(layout: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
+def unpack(layout: Message, data: Tensor) -> list[tuple[str, Tensor]]:
     """Returns the tensors of a bucket; they are views of `data`."""
     found, at = [], 0
     for name, dtype, shape in zip(layout["names"], layout["dtypes"], layout["shapes"], strict=True):
@@ -135,7 +138,7 @@ class Link(abc.ABC):
         self._buffers: list[Tensor | None] = [None, None]
 
     @abc.abstractmethod
-    def offers(self) -> list[dict[str, Any]]:
+    def offers(self) -> list[Message]:
         """Returns for each server the offer that its processes join with (`make_receiver`)."""
 
     def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
@@ -153,7 +156,7 @@ class Link(abc.ABC):
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @abc.abstractmethod
-    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+    def describe(self, bucket: Bucket) -> list[Message]:
         """Returns for each server the description of a bucket, with which it takes the bucket from this link."""
 
     @abc.abstractmethod
@@ -177,6 +180,10 @@ class Link(abc.ABC):
         self.rest()
 
 
+def _store(host: str, port: int, *, is_master: bool = False) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=delta(JOIN_S))
+
+
 class BroadcastLink(Link):
     """Sends weights in a process group. The trainer is rank 0 and the servers' processes come after it.
 
@@ -192,14 +199,12 @@ class BroadcastLink(Link):
         self._timeout_s, self._workers, self._host = timeout_s, workers, host
         # a new name, because a server may still have the group of a killed run
         self._name = f"mrl-{secrets.token_hex(8)}"
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=delta(JOIN_S))
+        self._store = _store(host, 0, is_master=True)
         # a second client, because the first is locked while it waits for others to join
-        self._bell = dist.TCPStore(
-            host, self._store.port, is_master=False, wait_for_workers=False, timeout=delta(JOIN_S)
-        )
+        self._bell = _store(host, self._store.port)
         self._group: list[dist.Backend] = []  # at most one. Nothing else holds it, so that `end_group` can drop it
 
-    def offers(self) -> list[dict[str, Any]]:
+    def offers(self) -> list[Message]:
         whole = {
             "protocol": PROTOCOL, "link": "broadcast", "address": self._host, "port": self._store.port,
             "size": 1 + sum(self._workers), "name": self._name, "backend": self._backend,
@@ -244,7 +249,7 @@ class BroadcastLink(Link):
             raise LinkBroken(f"{words}{result}") from result
         return result
 
-    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+    def describe(self, bucket: Bucket) -> list[Message]:
         return [bucket.layout] * len(self._workers)
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
@@ -286,9 +291,9 @@ class SharedMemoryLink(Link):
         super().__init__(device)
         self._servers = servers
         self._files: list[tuple[pathlib.Path, int] | None] = [None, None]  # with the locked descriptor
-        self._handles: list[dict[str, Any]] = [{}, {}]
+        self._handles: list[Message] = [{}, {}]
 
-    def offers(self) -> list[dict[str, Any]]:
+    def offers(self) -> list[Message]:
         return [{"protocol": PROTOCOL, "link": "ipc"}] * self._servers
 
     def _make(self, turn: int, size: int) -> Tensor:
@@ -311,7 +316,7 @@ class SharedMemoryLink(Link):
             raise
         return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
-    def describe(self, bucket: Bucket) -> list[dict[str, Any]]:
+    def describe(self, bucket: Bucket) -> list[Message]:
         return [bucket.layout | {"memory": self._handles[bucket.turn]}] * self._servers
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
@@ -348,7 +353,7 @@ class LinkReceiver(abc.ABC):
     """Receives weights in a server's process."""
 
     @abc.abstractmethod
-    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+    def receive(self, update: Message, device: torch.device) -> Tensor:
         """Returns the bytes of a bucket that `Link.describe` described, in memory of their own."""
 
     def rest(self) -> None:  # noqa: B027 (a group has none)
@@ -358,7 +363,7 @@ class LinkReceiver(abc.ABC):
         self.rest()
 
 
-def make_receiver(offer: dict[str, Any], worker: int) -> LinkReceiver:
+def make_receiver(offer: Message, worker: int) -> LinkReceiver:
     """Joins a link as the server's process number `worker`. Raises ValueError, RuntimeError."""
     if offer.get("protocol") != PROTOCOL:
         raise ValueError(f"the trainer's mrl says protocol {offer.get('protocol')} and this one's {PROTOCOL}")
@@ -366,21 +371,15 @@ def make_receiver(offer: dict[str, Any], worker: int) -> LinkReceiver:
 
 
 class _BroadcastReceiver(LinkReceiver):
-    def __init__(self, offer: dict[str, Any], worker: int) -> None:
-        self._store = dist.TCPStore(
-            offer["address"],
-            offer["port"],
-            is_master=False,
-            wait_for_workers=False,
-            timeout=delta(JOIN_S),
-        )
+    def __init__(self, offer: Message, worker: int) -> None:
+        self._store = _store(offer["address"], offer["port"])
         self._timeout_s = offer["timeout_s"]
         self._group = [make_group(self._store, offer | {"rank": offer["rank"] + worker}, when_broken=CLEAN_UP)]
         if offer["greets"]:
             where = "cpu" if offer["backend"] == "gloo" else f"cuda:{torch.cuda.current_device()}"
             connect_all(self._group[0], torch.device(where), self._timeout_s)
 
-    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+    def receive(self, update: Message, device: torch.device) -> Tensor:
         """Receives a bucket.
 
         Raises RuntimeError, also if the trainer leaves or is killed during it, which not every transport of NCCL
@@ -414,7 +413,7 @@ class _SharedMemoryReceiver(LinkReceiver):
     def __init__(self) -> None:
         self._mapped: dict[tuple[tuple[str, Any], ...], Tensor] = {}
 
-    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+    def receive(self, update: Message, device: torch.device) -> Tensor:
         memory = update["memory"]
         # The handle alone is no key: it is that of a whole cudaMalloc block, and both buffers may lie in one.
         key = tuple(sorted(memory.items()))
@@ -437,7 +436,7 @@ class _SharedMemoryReceiver(LinkReceiver):
         self._mapped.clear()
 
 
-def place() -> dict[str, Any]:
+def place() -> Message:
     """Returns this process's machine, and its visible GPUs by UUID."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     shm = _SHM.stat() if _SHM.exists() else None
@@ -450,7 +449,7 @@ def place() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- CUDA's IPC handles
 
 
-def _cuda_handle(buffer: Tensor) -> dict[str, Any]:
+def _cuda_handle(buffer: Tensor) -> Message:
     device, *shared = buffer.untyped_storage()._share_cuda_()
     handle, size, offset, counter, counter_offset, event, synchronize = shared
     return {
@@ -461,7 +460,7 @@ def _cuda_handle(buffer: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _from_cuda_handle(memory: dict[str, Any]) -> Tensor:
+def _from_cuda_handle(memory: Message) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     here = place()["gpus"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 from mrl.engine import atomic_checkpoint, background, checkpoint_remote
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
-from mrl.engine.stored_weights import stored_weights
+from mrl.engine.stored_weights import Read, stored_weights
 from mrl.weights.mcore_weights import is_imported
 from mrl.weights.table import Family, HFConfig
 
@@ -88,7 +87,7 @@ def checkpoint_to_load(path: str, *, backend: str, remote: str | None, delete_lo
 @contextlib.contextmanager
 def starting_weights(
     path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
-) -> Iterator[Callable[[str], Any]]:
+) -> Iterator[Read]:
     """Gives `stored_weights`, after comparing the checksums of an imported folder's files. Collective.
 
     Raises CheckpointError on every rank if one of them is damaged.

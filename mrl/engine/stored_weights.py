@@ -23,11 +23,14 @@ from mrl.words import pluralize, shorten_list
 
 logger = logging.getLogger(__name__)
 
+Read = Callable[[str], Any]
+"""Gives a tensor, or a lazy slice of a file's, by its Hugging Face name."""
+
 
 @contextlib.contextmanager
 def stored_weights(
     path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool, mtp: int = 0
-) -> Iterator[Callable[[str], Any]]:
+) -> Iterator[Read]:
     """Gives a reader of the folder `path`: Hugging Face name -> tensor or lazy slice. All its tensors are accounted
     for.
 

@@ -13,7 +13,7 @@ from mrl.config.inference import PlaceConfig
 from mrl.convert.sources import Source, open_any
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST, names_checkpoint
-from mrl.engine.fsdp.positions import length_dependent_positions
+from mrl.engine.fsdp.checks import length_dependent_positions
 from mrl.errors import ModelError, quoted
 from mrl.weights.adapter_folder import CONFIG as ADAPTER_CONFIG
 from mrl.weights.adapter_folder import is_adapter

@@ -14,8 +14,8 @@ from mrl.config.command import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron import meta
+from mrl.engine.megatron.chunk_run import DistillIds
 from mrl.engine.megatron.meta import ChunkFigures, RankFigures
-from mrl.engine.megatron.meta_ids import DistillIds
 from mrl.engine.peak_bytes import PeakBytes
 from mrl.engine.sampling import SamplingParams, SamplingRows, choose_among
 from mrl.errors import ConfigError, quoted

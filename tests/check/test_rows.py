@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from mrl.config.dpo import ROWS
 from torch import Tensor
 
 from mrl.algorithms.preference import LossSettings, PreferenceLoss, with_reference
@@ -22,6 +21,7 @@ from mrl.check.rows import Rows, first_rows, shortened
 from mrl.check.run import read_config
 from mrl.check.steps import SFT, PreferenceOracle, ScoreOracle
 from mrl.config.command import Part
+from mrl.config.dpo import ROWS
 from mrl.config.load import from_dict
 from mrl.config.schema import OneTeacherConfig, TeacherConfig, TeacherModelConfig
 from mrl.data import preferences

@@ -225,7 +225,7 @@ def ceilings(case: Case) -> dict[str, float]:
         # the losses, when all micro-batches are done
         r"mrl/engine/megatron/pipeline.py sum_micro_batches __float__": 1 + case.mtp,
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
-        r"mrl/engine/megatron/even_experts.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,
+        r"mrl/engine/megatron/meta_run.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,
         r"megatron/core/transformer/moe/experts.py forward tolist": layers if case.lora else 0,
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
 
-from mrl.engine.megatron.even_experts import EvenExperts  # isort: skip
+from mrl.engine.megatron.meta_run import EvenExperts  # isort: skip
 from tests.cuda.cases import Case, Result
 
 

@@ -54,13 +54,13 @@ def test_a_wrong_sum_is_an_error(monkeypatch):
     """What a broken NCCL gives, without an error of its own."""
     import torch
 
-    from mrl.engine import all_reduce
+    from mrl.engine import collective
 
-    monkeypatch.setattr(all_reduce.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(all_reduce.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(all_reduce.dist, "barrier", lambda: None)
-    monkeypatch.setattr(all_reduce.dist, "all_reduce", lambda tensor: tensor.mul_(3))
-    assert [size for size, _ in all_reduce.time_all_reduce(torch.device("cpu"), 64)] == [4, 64]
-    monkeypatch.setattr(all_reduce.dist, "all_reduce", lambda tensor: tensor[1:].mul_(3))
+    monkeypatch.setattr(collective.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collective.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(collective.dist, "barrier", lambda: None)
+    monkeypatch.setattr(collective.dist, "all_reduce", lambda tensor: tensor.mul_(3))
+    assert [size for size, _ in collective.time_all_reduce(torch.device("cpu"), 64)] == [4, 64]
+    monkeypatch.setattr(collective.dist, "all_reduce", lambda tensor: tensor[1:].mul_(3))
     with pytest.raises(ArithmeticError, match="the sum of 2 ranks is 1.0 and not 3.0"):
-        list(all_reduce.time_all_reduce(torch.device("cpu"), 64))
+        list(collective.time_all_reduce(torch.device("cpu"), 64))

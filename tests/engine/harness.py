@@ -196,7 +196,7 @@ def _serve(rank: int, size: int, port: int, folder: str, device: str, pipe) -> N
     import torch
     import torch.distributed as dist
 
-    from mrl.engine.gloo import share_device
+    from mrl.engine.collective import share_device
     from mrl.mcore_models import platform
 
     if device == "cuda":

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mrl.config.schema import LoraConfig, MTPConfig, RoleConfig
-from mrl.engine.activations import ActivationOffload
+from mrl.engine.offload import ActivationOffload
 from mrl.errors import ConfigError
 from mrl.mcore_models.build import transformer_config
 from mrl.parallel import ParallelDims

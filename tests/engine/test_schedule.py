@@ -20,18 +20,19 @@ def test_warm_up_rises_linearly_and_its_first_step_trains(schedule):
     assert rates(20, schedule=schedule, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_linear():
-    assert rates(10, schedule="linear", steps=[0, 5, 10, 11]) == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert rates(10, schedule="linear", decay_steps=2, steps=[0, 1, 2, 9]) == pytest.approx([1.0, 0.55, 0.1, 0.1])
-
-
-def test_cosine():
-    assert rates(8, schedule="cosine", steps=[0, 4, 8, 99]) == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert rates(12, schedule="cosine", warmup_steps=4, steps=[4, 8, 12]) == pytest.approx([1.0, 0.55, 0.1])
-
-
-def test_wsd_is_flat_and_falls_over_the_last_tenth():
-    assert rates(100, schedule="wsd", steps=[0, 50, 90, 95, 100]) == pytest.approx([1.0, 1.0, 1.0, 0.55, 0.1])
-    assert rates(15, schedule="wsd", steps=[13, 14, 15]) == pytest.approx([1.0, 0.55, 0.1]), "a tenth is rounded up"
-    assert rates(100, schedule="wsd", decay_steps=50, steps=[50, 75]) == pytest.approx([1.0, 0.55])
-    assert rates(10, schedule="wsd", decay_steps=50, warmup_steps=5, steps=[5, 10]) == pytest.approx([1.0, 0.1])
+@pytest.mark.parametrize(
+    ("schedule", "total_steps", "keys", "expected"),
+    [
+        ("linear", 10, {}, {0: 1.0, 5: 0.55, 10: 0.1, 11: 0.1}),
+        ("linear", 10, {"decay_steps": 2}, {0: 1.0, 1: 0.55, 2: 0.1, 9: 0.1}),
+        ("cosine", 8, {}, {0: 1.0, 4: 0.55, 8: 0.1, 99: 0.1}),
+        ("cosine", 12, {"warmup_steps": 4}, {4: 1.0, 8: 0.55, 12: 0.1}),
+        ("wsd", 100, {}, {0: 1.0, 50: 1.0, 90: 1.0, 95: 0.55, 100: 0.1}),
+        ("wsd", 15, {}, {13: 1.0, 14: 0.55, 15: 0.1}),  # a tenth is rounded up
+        ("wsd", 100, {"decay_steps": 50}, {50: 1.0, 75: 0.55}),
+        ("wsd", 10, {"decay_steps": 50, "warmup_steps": 5}, {5: 1.0, 10: 0.1}),
+    ],
+)
+def test_rates(schedule, total_steps, keys, expected):
+    found = rates(total_steps, list(expected), schedule=schedule, **keys)
+    assert found == pytest.approx(list(expected.values()))

@@ -11,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.engine.torch_dist import boxes
-from mrl.engine.torch_dist.boxes import Box, PlacedTensor, blocks, boxes_of_run, check, fill, write, write_index
+from mrl.engine.torch_dist.boxes import (
+    Box,
+    PlacedTensor,
+    blocks,
+    boxes_of_run,
+    check,
+    fill,
+    write,
+    write_index,
+    write_metadata,
+)
 from mrl.engine.torch_dist.data_files import Item
-from mrl.engine.torch_dist.metadata import write_metadata
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 

@@ -133,7 +133,7 @@ BATCHES = (
     ),
     *_of(
         "engine/microbatch.py",
-        "engine/test_packing.py",
+        "engine/test_microbatch.py",
         ("(free - lengths[i], -time, index)", "(free, -time, index)"),
         ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
     ),

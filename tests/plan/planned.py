@@ -12,7 +12,7 @@ from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.checks import parallel_dims
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
-from mrl.engine.megatron.meta_ids import DistillIds
+from mrl.engine.megatron.chunk_run import DistillIds
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
 from mrl.plan.memory import most_activations

@@ -105,9 +105,9 @@ PATCHED = """
 import sys
 from mrl.mcore_models import cpu_stand_in
 cpu_stand_in.prepare()
-from mrl.engine import gloo
+from mrl.engine import collective
 from mrl.engine.megatron import engine
-gloo.share_device()
+collective.share_device()
 libraries = ("torch", "megatron", "transformers", "peft")
 for name, module in list(sys.modules.items()):
     if name.partition(".")[0] not in libraries:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.fsdp.ulysses import NO_CONTEXT_PARALLEL, Ulysses
 from mrl.errors import ModelError
 from mrl.ops.causal import causal_attention
 from mrl.ops.kv_cache import CachedStep
@@ -29,7 +29,6 @@ from mrl.ops.masked import ScoreRule
 from mrl.ops.packed import Documents, has_packed_kernel, packed_attention, runs_of
 
 NAME = "mrl_documents"
-NO_CONTEXT_PARALLEL = Ulysses()
 
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
 """Arguments that models of transformers give to attention, and that change what it computes."""

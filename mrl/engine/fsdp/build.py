@@ -1,14 +1,16 @@
-"""The transformers module of a model, without memory, and its buffers, which checkpoints do not hold."""
+"""The transformers module of a model, without memory.
+
+Then its buffers, which checkpoints do not hold, and the weights of a model that starts from scratch.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -21,8 +23,10 @@ from transformers import (
 from mrl.config.schema import RoleConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp import attention, delta_net
+from mrl.engine.fsdp.blocks import blocks_of
 from mrl.errors import ModelError
 from mrl.weights.hf_config import VISION_LANGUAGE, reads_images
+from mrl.weights.table import HFConfig
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$")
 """Names of learned positions in transformers' models."""
@@ -40,7 +44,7 @@ def check_known(model_type: str) -> None:
         )
 
 
-def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
+def check_sequences(raw: HFConfig, sequences: Sequences) -> None:
     """Raises ModelError if transformers builds no language model of `raw`, or one that cannot take the sequences.
 
     It is for models without a table in mrl, and builds them without memory.
@@ -80,7 +84,7 @@ def _not_packed(model_type: str) -> str:
     )
 
 
-def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
+def build(config: RoleConfig, hf_config: HFConfig) -> nn.Module:
     """Returns the model of config.json, fp32, on the meta device, with our attention if it takes any.
 
     Raises ModelError.
@@ -173,3 +177,58 @@ def fill_buffers(hf: nn.Module) -> None:
             f"{empty[0]}, so that backend fsdp cannot build it",
             fix="use another model",
         )
+
+
+class InitialWeights:
+    """Makes weights as transformers initialises them, of one block, or of one module outside, at a time.
+
+    They are the same on any number of ranks: a block's weights are a function of (seed, its name). hf: on the meta
+    device, tied once.
+    """
+
+    def __init__(self, hf: nn.Module, *, seed: int, score: str | None = None) -> None:
+        """score: the name of a value head, which starts at zero."""
+        self.hf, self.seed, self.score = hf, seed, score
+        blocks = {id(block) for block in blocks_of(hf)}
+        self._units: dict[str, tuple[str, nn.Module]] = {}
+        self._find("", hf, blocks)
+        self._made: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def _find(self, name: str, module: nn.Module, blocks: set[int]) -> None:
+        """Notes the unit of each parameter and buffer: (the unit's name, the unit)."""
+        prefix = f"{name}." if name else ""
+        if id(module) in blocks:
+            self._units |= {prefix + inner: (name, module) for inner in module.state_dict()}
+            return
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        self._units |= {prefix + inner: (name, module) for inner, _ in own}
+        for child_name, child in module.named_children():
+            self._find(prefix + child_name, child, blocks)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Returns rows `start` to `stop` of dimension 0 of a parameter or buffer."""
+        unit_name, unit = self._units[name]
+        if self._made[0] != unit_name or name not in self._made[1]:
+            self._made = unit_name, self._make(unit_name, unit)
+        whole = self._made[1][name]
+        if name == self.score:
+            whole = torch.zeros_like(whole)
+        return whole[start:stop] if whole.ndim else whole
+
+    @torch.no_grad()
+    def _make(self, name: str, unit: nn.Module) -> dict[str, Tensor]:
+        if id(unit) not in {id(block) for block in blocks_of(self.hf)}:
+            unit = copy.copy(unit)  # without its children: they are units of their own
+            unit._modules = {}
+            unit._parameters = dict(unit._parameters)
+            unit._buffers = dict(unit._buffers)
+        made = copy.deepcopy(unit).to_empty(device="cpu")
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            # children first, as transformers initialises them (5.23, modeling_utils.py, smart_apply): a parent may
+            # overwrite its children's weights
+            for module in reversed(list(made.modules())):
+                self.hf._init_weights(module)
+        prefix = f"{name}." if name else ""
+        return {prefix + inner: tensor for inner, tensor in made.state_dict().items()}

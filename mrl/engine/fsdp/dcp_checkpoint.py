@@ -48,44 +48,27 @@ def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
     return named | (optimizer.moments() if optimizer is not None else {})
 
 
-def save(
-    folder: str,
-    model: Model,
-    optimizer: Optimizer | None,
-    *,
-    generators: Generators,
-    schedule_step: int,
-    state: Mapping[str, Any],
-) -> None:
-    """Writes this rank's part into `folder`. Collective."""
+def save(folder: str, model: Model, optimizer: Optimizer | None, files: tuple[bytes, bytes]) -> None:
+    """Writes this rank's part into `folder`. files: `small_files`. Collective."""
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
-    _write_rest(folder, dist.get_rank(), *_rest(model, optimizer, generators, schedule_step, state))
+    _write_small_files(folder, dist.get_rank(), *files)
 
 
-def stage(
-    model: Model,
-    optimizer: Optimizer | None,
-    *,
-    generators: Generators,
-    schedule_step: int,
-    state: Mapping[str, Any],
-    device: torch.device,
-) -> background.Write:
-    """Copies the tensors and the state of `save` to host memory. Returns a function that writes them."""
+def stage(model: Model, optimizer: Optimizer | None, files: tuple[bytes, bytes]) -> background.Write:
+    """Copies the tensors of `save` to host memory. Returns a function that writes what `save` does."""
     copies = {name: _on_host(tensor) for name, tensor in tensors(model, optimizer).items()}
-    rest = _rest(model, optimizer, generators, schedule_step, state)
-    background.wait_for_copies(device)
+    background.wait_for_copies(model.device)
 
     def write_copy(folder: str, ranks: RankGroup) -> None:
         ranks.gather(None)  # a rank that failed before this says so here, not amid the collectives of dcp
         dcp.save(copies, checkpoint_id=folder, process_group=ranks.group)
-        _write_rest(folder, ranks.rank, *rest)
+        _write_small_files(folder, ranks.rank, *files)
         ranks.gather(None)
 
     return write_copy
 
 
-def _write_rest(folder: str, rank: int, rng: bytes, about: bytes) -> None:
+def _write_small_files(folder: str, rank: int, rng: bytes, about: bytes) -> None:
     """Writes the files beside the sharded tensors."""
     pathlib.Path(folder, f"rng_{rank}.pt").write_bytes(rng)
     if rank == 0:
@@ -99,7 +82,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return background.copy_to_host(tensor)
 
 
-def _rest(
+def small_files(
     model: Model, optimizer: Optimizer | None, generators: Generators, schedule_step: int, state: Mapping[str, Any]
 ) -> tuple[bytes, bytes]:
     """Returns the content of this rank's `rng_RANK.pt`, and of `state.pt`."""

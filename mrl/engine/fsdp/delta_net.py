@@ -13,7 +13,7 @@ import types
 import torch
 from torch import Tensor, nn
 
-from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.fsdp.ulysses import NO_CONTEXT_PARALLEL, Ulysses
 from mrl.errors import ModelError
 from mrl.ops.delta_heads import DeltaHeads
 from mrl.ops.delta_rule import Chunks
@@ -43,12 +43,12 @@ def forward(
     hidden_states: Tensor,
     *,
     documents: Documents | None = None,
-    ulysses: Ulysses | None = None,
+    ulysses: Ulysses = NO_CONTEXT_PARALLEL,
     cached_step: CachedStep | None = None,
     **_: object,
 ) -> Tensor:
     """Returns [R, L, H], by the interface of transformers' module; keywords as of `document_attention`."""
-    heads, key, of_ranks = module.num_k_heads, module.head_k_dim, Ulysses() if ulysses is None else ulysses
+    heads, key = module.num_k_heads, module.head_k_dim
 
     def by_heads(blocks: Tensor, dim: int) -> Tensor:
         """Returns queries, keys and values of each head, from blocks of all queries, all keys and all values."""
@@ -67,12 +67,12 @@ def forward(
         def whole_rows(rows: Tensor) -> Tensor:
             """Returns [R, L, G, R*V] of whole rows [R, G, L, ...], by this rank's heads."""
             count, _heads, length, _channels = rows.shape
-            mine = parameters if of_ranks.group is None else parameters.part(of_ranks.group.rank(), of_ranks.size)
+            mine = parameters if ulysses.group is None else parameters.part(ulysses.group.rank(), ulysses.size)
             lengths = [length] * count if documents is None else list(documents.lengths)
             of_rows = mine(rows.transpose(1, 2).flatten(0, 1), Chunks.of(lengths, rows.device))
             return of_rows.flatten(2).unflatten(0, (count, length))
 
-        out = of_ranks.attend(whole_rows, inputs.transpose(1, 2))
+        out = ulysses.attend(whole_rows, inputs.transpose(1, 2))
     gate = module.in_proj_z(hidden_states).view(-1, module.head_v_dim)
     normed = module.norm(out.reshape(-1, module.head_v_dim), gate)
     return module.out_proj(normed.view(*hidden_states.shape[:2], -1))

@@ -25,7 +25,11 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Outcome,
+    PostprocessFn,
     Predictions,
+    PreprocessFn,
+    Read,
+    TensorStream,
     no_progress,
 )
 from mrl.engine.fsdp import dcp_checkpoint, forward, generate
@@ -45,7 +49,7 @@ from mrl.kernels import delta_rule, operators
 from mrl.ops import devices
 from mrl.weights.accounting import SCORE
 from mrl.weights.hf_config import changes_to_text, read_hf_config
-from mrl.weights.table import Family
+from mrl.weights.table import Family, HFConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -101,7 +105,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+    def init_model(self, read: Read | None = None) -> None:
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
         self.model = Model(self.config, self.device, self.mesh, read)
@@ -146,8 +150,8 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         batch: Batch,
         ctx: Ctx | None = None,
         forward_only: bool = False,
-        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
-        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._spent, "gradients are spent; call optimizer_zero_grad first"
@@ -203,8 +207,8 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         ctx: Ctx,
         denominator: float,
         forward_only: bool,
-        preprocess_fn: Callable[..., Any] | None,
-        postprocess_fn: Callable[..., Any] | None,
+        preprocess_fn: PreprocessFn | None,
+        postprocess_fn: PostprocessFn | None,
     ) -> tuple[Predictions, dict[tuple[str, str], float]]:
         """Runs one micro-batch forward and backward. Returns detached predictions and its sums: the loss, each metric.
 
@@ -300,19 +304,16 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    def _small_files(self, state: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        return dcp_checkpoint.small_files(self.model, self.optimizer, self.generators, self.schedule_step, state)
+
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
-        steps, generators = self.schedule_step, self.generators
-        with self.offload.used("parameters", "optimizer"), generators.installed():
-            dcp_checkpoint.save(
-                folder, self.model, self.optimizer, generators=generators, schedule_step=steps, state=state
-            )
+        with self.offload.used("parameters", "optimizer"), self.generators.installed():
+            dcp_checkpoint.save(folder, self.model, self.optimizer, self._small_files(state))
 
     def stage_state(self, state: Mapping[str, Any]) -> Write:
-        steps, generators = self.schedule_step, self.generators
-        with self.offload.used("parameters", "optimizer"), generators.installed():
-            return dcp_checkpoint.stage(
-                self.model, self.optimizer, generators=generators, schedule_step=steps, state=state, device=self.device
-            )
+        with self.offload.used("parameters", "optimizer"), self.generators.installed():
+            return dcp_checkpoint.stage(self.model, self.optimizer, self._small_files(state))
 
     def load_state(self, folder: str) -> dict[str, Any]:
         generators = self.generators
@@ -369,12 +370,12 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         completions = {i: completion for part in everyone for i, completion in part.items()}
         return [completions[i] for i in range(len(requests))]
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> TensorStream:
         with self.offload.used("parameters"):
             dtype = DTYPES[self.config.model.dtype]
             yield from self.model.stream(lambda tensor: tensor, dtype, everywhere=everywhere)
 
-    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_gradients(self) -> TensorStream:
         def gradient(p: torch.nn.Parameter) -> Tensor:
             return torch.zeros_like(p) if p.grad is None else p.grad
 
@@ -385,7 +386,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
             else:
                 yield from self.model.stream(gradient, torch.float32, fixed=False)
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self) -> TensorStream:
         assert self.config.model.lora is not None, "there are no adapters"
         with self.offload.used("parameters"):
             yield from self.model.stream_trained(lambda parameter: parameter)
@@ -405,7 +406,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         infos |= {copy: infos[of] for copy, of in names.copies.items()}
         self._write_hf(path, infos, None, model.hf_config, names.copies, names.carried)
 
-    def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    def _config_changes(self, family: Family | None, hf_config: HFConfig) -> dict[str, Any]:
         changes = super()._config_changes(family, hf_config)
         text = hf_config.get("text_config") or {}
         if self.config.model.init != "random" or text.get("model_type") != self.model.hf.config.model_type:

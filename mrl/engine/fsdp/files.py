@@ -13,7 +13,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,6 @@ from mrl.errors import ModelError
 from mrl.weights.accounting import SCORE, account, equal_tensors, follows_from_config
 from mrl.weights.algebra import Shape
 from mrl.weights.safetensors_io import DTYPES, SafetensorsReader, TensorInfo
-
-Read = Callable[[str], Any]
 
 
 @dataclasses.dataclass(frozen=True)

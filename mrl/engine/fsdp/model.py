@@ -20,19 +20,17 @@ from mrl.config.schema import RoleConfig
 from mrl.engine import collective
 from mrl.engine.fsdp import attention, fused, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
-from mrl.engine.fsdp.blocks import blocks_of, embedding_of
-from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
-from mrl.engine.fsdp.initial import InitialWeights
+from mrl.engine.fsdp.blocks import blocks_of, embedding_of, wrap_blocks
+from mrl.engine.fsdp.build import InitialWeights, build, fill_buffers, with_value_head
 from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import Rows, TableFiles
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.rotary import length_dependent_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
 from mrl.engine.lora import identity
 from mrl.engine.lora.shapes import name_in_base
-from mrl.engine.stored_weights import say_carried
+from mrl.engine.stored_weights import Read, say_carried
 from mrl.errors import ModelError
 from mrl.weights.composites import as_stored_in
 from mrl.weights.families import FAMILIES
@@ -68,9 +66,7 @@ class Model:
     rotary: set if its angles follow the length of a sequence. read: as in `BaseEngine.init_model`.
     """
 
-    def __init__(
-        self, config: RoleConfig, device: torch.device, mesh: Mesh, read: Callable[[str], Any] | None = None
-    ) -> None:
+    def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh, read: Read | None = None) -> None:
         self.hf_config = read_hf_config(config.model.path)
         table = FAMILIES.get(self.hf_config["model_type"])
         self.family = table and as_stored_in(config.model.path, table)
@@ -229,7 +225,7 @@ class Model:
         ordered = {name: infos[name] for name in self.files.shapes if name in infos}
         return ordered | infos
 
-    def _load(self, config: RoleConfig, read: Callable[[str], Any] | None) -> None:
+    def _load(self, config: RoleConfig, read: Read | None) -> None:
         """Fills this rank's shards, each rank reading its own rows."""
         if read is not None:
             assert isinstance(self.files, TableFiles), "names of files are read by a table"
@@ -275,7 +271,7 @@ class Model:
 
     def stream(
         self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True, everywhere: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> collective.TensorStream:
         """Yields (file name, whole tensor on the engine's device) on rank 0; other ranks yield nothing.
 
         The tensors of one conversion are gathered at a time. Adapters are added in.
@@ -303,7 +299,7 @@ class Model:
                     del tensor
             tensors.clear()  # before there is memory for the next
 
-    def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> collective.TensorStream:
         """Yields what `stream` does, for the adapters (and value head) alone: fp32, by the names of peft's files."""
         for name, parameter in self.trained().items():
             whole = value(parameter).detach().full_tensor()

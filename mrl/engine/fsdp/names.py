@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mrl.engine.saving import starting_weights
+from mrl.engine.stored_weights import Read
 from mrl.weights.rules import expected_hf_names
 from mrl.weights.table import Family, HFConfig
 
@@ -63,7 +63,7 @@ def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) 
     ]
 
 
-def read_rows(of: Sequence[FileTensor], read: Callable[[str], Any], start: int, stop: int) -> Tensor:
+def read_rows(of: Sequence[FileTensor], read: Read, start: int, stop: int) -> Tensor:
     """Reads rows `start` to `stop` of dimension 0 of a parameter, and no more than they need. start < stop.
 
     read: gives a tensor, or a lazy slice of a file's, by name.
@@ -112,7 +112,7 @@ class TableFiles:
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
             yield self.rows_by(read)
 
-    def rows_by(self, read: Callable[[str], Any]) -> Rows:
+    def rows_by(self, read: Read) -> Rows:
         """Returns a function that reads rows of parameters and buffers. read: as in `read_rows`."""
 
         def rows(name: str, start: int, stop: int) -> Tensor:

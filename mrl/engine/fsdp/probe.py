@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from mrl.batch import make_batch
 from mrl.engine.fsdp import attention, forward
-from mrl.engine.fsdp.attention import NO_CONTEXT_PARALLEL
 from mrl.engine.fsdp.output import hidden_states
-from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.fsdp.ulysses import NO_CONTEXT_PARALLEL, Ulysses
 from mrl.errors import ModelError
 
 DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mrl.engine.fsdp.blocks import blocks_of
-from mrl.engine.fsdp.positions import length_dependent_positions
+from mrl.engine.fsdp.checks import length_dependent_positions
 from mrl.errors import ModelError
 
 

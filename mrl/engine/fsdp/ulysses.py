@@ -74,6 +74,9 @@ class Ulysses:
         return out.movedim(0, 2).flatten(2, 3)
 
 
+NO_CONTEXT_PARALLEL = Ulysses()
+
+
 class _AllToAll(torch.autograd.Function):
     """Swaps row `i` of rank `j` with row `j` of rank `i`. The exchange is its own transpose, so its own backward."""
 

@@ -56,7 +56,7 @@ def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, 
 
 
 def write_adapter(
-    path: str | os.PathLike[str],
+    path: str | Path,
     lora: LoraConfig,
     base_model_path: str,
     tensors: Iterable[tuple[str, Tensor]],
@@ -84,7 +84,7 @@ def write_adapter(
 
 
 def write_adapter_files(
-    path: str | os.PathLike[str],
+    path: str | Path,
     lora: LoraConfig,
     base_model_path: str,
     tensors: Mapping[str, Tensor],
@@ -114,7 +114,7 @@ def write_adapter_files(
     os.replace(out / f".{CONFIG}.part", out / CONFIG)
 
 
-def name_base(path: str | os.PathLike[str], name: str) -> None:
+def name_base(path: str | Path, name: str) -> None:
     """Sets the base in the adapter folder `path`, a folder or hub id, for readers that use peft."""
     config = Path(path) / CONFIG
     about = read_json(config)
@@ -122,7 +122,7 @@ def name_base(path: str | os.PathLike[str], name: str) -> None:
     config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_adapter(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns (adapter_config.json, tensors by their name in the file) of an adapter folder. Raises ModelError for
     others."""
     folder = Path(path)
@@ -135,7 +135,7 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
         raise ModelError(folder, why=f"is not a readable adapter ({error})", fix="get it again") from None
 
 
-def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
+def read_fitting(path: str | Path, model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
     """Returns the tensors of an adapter folder with the same adapters as the selection `lora` on the model of a folder.
 
     Raises ModelError if names, shapes or scales differ: B A times another scale is another model.

@@ -7,14 +7,14 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.collective import on_main
-from mrl.engine.stored_weights import stored_weights
+from mrl.engine.stored_weights import Read, stored_weights
 from mrl.errors import CheckpointError
 from mrl.weights.accounting import SCORE
 from mrl.weights.rules import expected_hf_names
@@ -42,7 +42,7 @@ def weights_fingerprint(path: str) -> str:
         return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
 
 
-def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> str:
+def _hash(shapes: Mapping[str, Sequence[int]], read: Read) -> str:
     digest = hashlib.sha256()
     for name in sample_names(name for name in shapes if name != SCORE):
         digest.update(name.encode())

@@ -20,6 +20,7 @@ from mrl.parallel import ParallelDims, stage_layers
 from mrl.weights.accounting import count_key, num_mtp_layers
 from mrl.weights.families import family_for, family_of, fields_of
 from mrl.weights.hf_config import normalize
+from mrl.weights.table import HFConfig
 
 
 class MegatronChecks(EngineChecks):
@@ -35,9 +36,7 @@ class MegatronChecks(EngineChecks):
         graph_limits.check_config(model, engine)
 
     @classmethod
-    def check_model(
-        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
-    ) -> None:
+    def check_model(cls, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig, sequences: Sequences) -> None:
         normalized = normalize(dict(hf_config))
         fields = fields_of(normalized)
         check_counts(engine, dims, normalized)
@@ -56,27 +55,21 @@ class MegatronChecks(EngineChecks):
             layer_spec.check_rules(fields, dims, attention=engine.attention)
 
     @classmethod
-    def check_anywhere(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> None:
+    def check_anywhere(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> None:
         fields, dtype = _check_trained(model, engine, dims, hf_config)
         _check_attention_of_graphs(engine, dtype, on_gpu=engine.device == "cuda")
         if layer_spec.wanted_spec(engine.layer_spec, engine.attention) == "te":
             layer_spec.check_rules(fields, dims, dtype=dtype, attention=engine.attention)
 
     @classmethod
-    def notes_on(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> list[str]:
+    def notes_on(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
         spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=model.lora is not None, elsewhere=True)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype, elsewhere=engine.layer_spec)
         return choice_lines(spec, engine, fields)
 
     @classmethod
-    def check_here(
-        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
-    ) -> None:
+    def check_here(cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig) -> None:
         fields, dtype = _check_trained(model, engine, dims, hf_config)
         spec = layer_spec.choose(engine, fields, dims, dtype=dtype, lora=model.lora is not None)
         megatron_needs.check_spec(engine.megatron, spec.name, spec.why, dtype)
@@ -115,7 +108,7 @@ def check_batch_invariant(engine: EngineConfig) -> None:
 
 
 def _check_trained(
-    model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: HFConfig
 ) -> tuple[dict[str, Any], torch.dtype]:
     """Checks MTP layers and grouped experts. Returns the model's fields and dtype."""
     normalized = normalize(dict(hf_config))
@@ -126,7 +119,7 @@ def _check_trained(
     return fields, dtype
 
 
-def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) -> int:
+def mtp_layers(hf_config: HFConfig, dims: ParallelDims, *, lora: bool) -> int:
     """Returns how many MTP layers train. lora: adapters do. Raises ConfigError if they cannot."""
     layers = num_mtp_layers(hf_config)
     if not layers or family_of(hf_config["model_type"]) is None:
@@ -140,7 +133,7 @@ def mtp_layers(hf_config: Mapping[str, Any], dims: ParallelDims, *, lora: bool) 
     return layers
 
 
-def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+def check_counts(engine: EngineConfig, dims: ParallelDims, model: HFConfig) -> None:
     """Raises ConfigError if a model lacks the layers or experts that keys ask for. model: as of `normalize`."""
     stage_layers(model["num_hidden_layers"], dims.pp, dims.vpp)
     if not model["num_experts"]:
@@ -164,7 +157,7 @@ def check_grouped(engine: EngineConfig, fields: Mapping[str, Any], dims: Paralle
         raise ConfigError("engine.moe.grouped_mm", True, why, "leave it out")
 
 
-def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+def _check_dense(engine: EngineConfig, dims: ParallelDims, model: HFConfig) -> None:
     """Refuses keys of experts and routers for a model without any."""
     kind, moe = model.get("model_type"), engine.moe
     for key, value, is_set, why, fix in (

@@ -1,7 +1,13 @@
-"""Runs one micro-batch through single chunks of a model, without the pipeline around them."""
+"""Runs one micro-batch through single chunks of a model, without the pipeline around them.
+
+It may be one of distillation, as shapes: ids at each token, and log-probs of them.
+
+Dimensions: `T` tokens of the micro-batch, `K` ids for the comparison of teacher and student.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +17,7 @@ from torch import Tensor
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
-from mrl.engine.base import Ctx, Predictions
-from mrl.engine.megatron.meta_ids import DistillIds
+from mrl.engine.base import Ctx, LossFn, Predictions
 from mrl.engine.megatron.scaling import megatron_scale
 from mrl.ops import devices
 
@@ -25,6 +30,7 @@ class ChunkRun:
     ) -> None:
         from mrl.engine.megatron import pipeline
 
+        self._pipeline = pipeline
         self.dims, self.model, self.trains = model.dims, model, config.optimizer is not None
         self.setup = pipeline.PipelineConfig.of(model, config)
         # the last token is only a label; equal ones would all add to one row of the embedding's gradient
@@ -36,9 +42,7 @@ class ChunkRun:
         self.ctx |= {} if ids is None else ids.ctx
 
     def micro_batch(self) -> Any:
-        from mrl.engine.megatron import pipeline
-
-        return pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
+        return self._pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup, trains=self.trains)
 
     def hidden(self, micro_batch: Any, inner: Any) -> Tensor | None:
         """Returns hidden states as another chunk would send them; None for the chunk with the embedding."""
@@ -50,13 +54,11 @@ class ChunkRun:
 
     def forward(self, micro_batch: Any, chunk: Any, inner: Any, hidden: Tensor | None) -> Tensor:
         """Returns the chunk's hidden states, or the loss of the last one. inner: the chunk without DDP."""
-        from mrl.engine.megatron import pipeline
-
         self.model.transformer.grad_scale_func = megatron_scale(1.0)
         if hidden is not None:
             inner.set_input_tensor(hidden)
-        call = pipeline.StepConfig(self._loss if self.trains else None, 1.0, 1.0, not self.trains, None)
-        output, loss = pipeline._forward_step(iter([micro_batch]), chunk, setup=self.setup, call=call, count=1)
+        call = self._pipeline.StepConfig(self._loss if self.trains else None, 1.0, 1.0, not self.trains, None)
+        output, loss = self._pipeline._forward_step(iter([micro_batch]), chunk, setup=self.setup, call=call, count=1)
         return loss(output)[0] if inner.post_process else output
 
     def _loss(self, data: Batch, predictions: Predictions, ctx: Ctx) -> tuple[Tensor, Ctx]:
@@ -68,3 +70,50 @@ class ChunkRun:
         if self.ctx["entropy"] == "differentiable":
             loss = loss + predictions["entropy"].sum()
         return loss, ctx
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillIds:
+    """Describes the token ids at which distillation compares distributions, beside the label of each token."""
+
+    count: int  # K
+    loss: LossFn | None  # the student's; None: the passes are the teacher's, and give its likeliest ids
+    teacher: str = ""  # the token field [T, K] fp32 of the teacher's log-probs, for `loss`
+    temperature: float = 1.0
+    first_temperature: float | None = None  # for the label
+
+    @property
+    def ctx(self) -> dict[str, Any]:
+        """Returns the ctx of the engine's forward."""
+        asked = {"top": self.count} if self.loss is None else {"first_temperature": self.first_temperature}
+        return {"temperature": self.temperature, **asked}
+
+    def add_to_inputs(self, micro_batch: Any) -> int:
+        """Gives a micro-batch of the student's the ids and the teacher's log-probs. Returns their bytes."""
+        if self.loss is None:
+            return 0
+        data, ins = micro_batch.data, micro_batch.inputs
+        labels = _empty(data.num_tokens, 1 + self.count, torch.int64)
+        teacher = _empty(data.num_tokens, self.count, torch.float32)
+        of_model = _empty(ins.tokens.numel(), 1 + self.count, torch.int64)
+        micro_batch.data = dataclasses.replace(data, labels=labels, token_fields={self.teacher: teacher})
+        micro_batch.inputs = dataclasses.replace(ins, labels=of_model)
+        return labels.nbytes + teacher.nbytes + of_model.nbytes
+
+    def kept(self, micro_batch: Any) -> tuple[int, int]:
+        """Returns bytes of a micro-batch's predictions once it is done, and of what then joins those of all.
+
+        The second is the whole by name, and beside the last one its parts end to end (mrl.engine.collective,
+        to_batch_order). Stages before the last have no predictions, and receive the whole.
+        """
+        tokens, each = micro_batch.data.num_tokens, 4 * self.count
+        sizes = [4, each, 2 * each] if self.loss is None else [4 + each]  # the teacher's ids are int64
+        if not micro_batch.predictions:
+            return 0, tokens * sum(sizes)
+        whole = [tensor.untyped_storage() for tensor in micro_batch.predictions.values()]
+        storage_bytes = sum({storage._cdata: storage.nbytes() for storage in whole}.values())
+        return storage_bytes, tokens * max(sum(sizes[: i + 1]) + size for i, size in enumerate(sizes))
+
+
+def _empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device=devices.META)

@@ -7,13 +7,20 @@
     rng/rank_00000.pt   each rank's RNG states; used where layout and type of device are the same, else
                         generators are seeded again
 
+Parameters have the names of the local layer spec, whatever spec the model is built with. transformer-engine's modules
+fuse a norm with the next linear, and its experts are one module. megatron's sharded state dict gives experts the same
+names under both specs; norms within a linear are renamed here. So a checkpoint of one spec resumes under the other, and
+`mrl convert` reads it without knowing the spec.
+
 `mrl.engine.saving` makes the folder, whole or not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,15 +34,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from mrl.engine import background, collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.lora.identity import check_identity
-from mrl.engine.megatron import checkpoint_names, groups, lora, optim_state, weights
+from mrl.engine.megatron import groups, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import optimizers_of
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor, WrittenFile, check, fill, write, write_index
 from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+from mrl.weights.families import FAMILIES
 from mrl.weights.mcore_weights import architecture
 from mrl.weights.pt_file import load_pt
+from mrl.weights.table import as_mtp_entry
 
 T = TypeVar("T")
 
@@ -202,7 +211,7 @@ def _architecture(model: Model) -> dict[str, Any]:
     return architecture(model.family, model.hf) | {
         "head": model.config.head,
         "dtype": model.config.model.dtype,
-        "layer_spec": "local",  # of the tensors' names (checkpoint_names), not of the computation
+        "layer_spec": "local",  # of the tensors' names (`stored_name`), not of the computation
     }
 
 
@@ -216,7 +225,7 @@ def _sharded(model: Model) -> dict[str, Any]:
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    whole = (checkpoint_names.stored_names(chunk.sharded_state_dict(metadata=metadata)) for chunk in model.chunks)
+    whole = (stored_names(chunk.sharded_state_dict(metadata=metadata)) for chunk in model.chunks)
     return {f"model{index}": of_chunk for index, of_chunk in enumerate(whole)}
 
 
@@ -245,3 +254,38 @@ def _box(entry: ShardedTensor) -> Box:
 
 def _replica(entry: ShardedBase) -> tuple[int, ...]:
     return (entry.replica_id,) if isinstance(entry.replica_id, int) else tuple(entry.replica_id)
+
+
+_EXTRA = "_extra_state"  # transformer-engine's scales of FP8; a checkpoint without them loads under either spec
+
+
+@functools.cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Returns (name under transformer-engine, stored name) of all families; `l` is the layer."""
+    patterns = {}
+    for family in FAMILIES.values():
+        of_layer = (*family.layer, *family.linear, *family.dense, *family.sparse)
+        for entry in (*of_layer, *map(as_mtp_entry, of_layer)):
+            if entry.te is not None and not entry.of_expert:
+                pattern = re.escape(entry.te).replace(re.escape("{l}"), r"(?P<l>\d+)")
+                patterns[pattern] = entry.mcore.replace("{l}", r"\g<l>")
+    return [(re.compile(pattern), name) for pattern, name in patterns.items()]
+
+
+def stored_name(key: str) -> str:
+    """Returns the name in a checkpoint for `key`, a name under either spec."""
+    for pattern, name in _patterns():
+        if match := pattern.fullmatch(key):
+            return match.expand(name)
+    return key
+
+
+def stored_names(sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a chunk's sharded state dict with entries of these names, and without transformer-engine's own state.
+
+    sharded: name in the module -> megatron's ShardedTensor, ShardedTensorFactory or ShardedObject, which are changed.
+    """
+    kept = {name: entry for name, entry in sharded.items() if _EXTRA not in name}
+    for entry in kept.values():
+        entry.key = stored_name(entry.key)
+    return kept

@@ -26,7 +26,11 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Outcome,
+    PostprocessFn,
     Predictions,
+    PreprocessFn,
+    Read,
+    TensorStream,
     no_progress,
 )
 from mrl.engine.kept import KeptSequences
@@ -53,9 +57,9 @@ from mrl.engine.megatron import (  # noqa: E402
     generate,
     lora,
     optim,
+    optim_state,
     pipeline,
     streams,
-    trained,
     watched,
 )
 from mrl.engine.megatron.checks import MegatronChecks, choice_lines  # noqa: E402
@@ -72,6 +76,10 @@ def installed(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return inside
+
+
+def _main_grad(parameter: Any) -> Tensor:
+    return parameter.main_grad
 
 
 class MegatronEngine(MegatronChecks, BaseEngine):
@@ -126,7 +134,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self.setup = pipeline.PipelineConfig.of(self.model, self.config)
 
     @installed
-    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+    def init_model(self, read: Read | None = None) -> None:
         """Does what every engine does. read: gives the weights (HF name -> tensor or lazy slice); None: as
         configured."""
         if self.config.engine.megatron.get("fp8"):
@@ -182,8 +190,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         batch: Batch,
         ctx: Ctx | None = None,
         forward_only: bool = False,
-        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
-        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
@@ -254,7 +262,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return self.model.wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
 
     def _step_config(
-        self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool, adds: bool
+        self, batch: Batch, forward_only: bool, postprocess_fn: PostprocessFn | None, *, reduces: bool, adds: bool
     ) -> pipeline.StepConfig:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
@@ -315,12 +323,14 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self._used("parameters", "gradients", "optimizer"):
             model, unreduced = self.model, self._accumulated and not self._spent
             assert self._spent or not self._reduced, "gradients were reduced for hf_gradients or a guard"
-            return trained.copy_trained_state(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
+            return optim_state.copy_trained_state(
+                model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent
+            )
 
     @installed
     def set_trained_state(self, state: TrainedState) -> None:
         with self._used("parameters", "gradients", "optimizer"):
-            trained.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
+            optim_state.restore_trained_state(self.model.wrapped, self.model.optimizer, state)
         # copies are made again in the first forward of a mini-batch, and gradients may have accumulated already
         fp8.forget_copies(self.model.chunks)
         self._accumulated = state.gradients is not None
@@ -390,36 +400,35 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
             return generate.run(self.model, requests, **limits, progress=progress, kept=kept, cuda_graphs=cuda_graphs)
 
-    def _stream(
-        self, value: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, *, everywhere: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        buffers = kind == "parameters"
+    def _stream(self, tensors: TensorStream, kind: str) -> TensorStream:
+        """Yields `tensors`, which are made of a kind of state."""
         with self.model.state.installed(), self._used(kind):
-            yield from streams.stream(self.model, value, dtype=dtype, buffers=buffers, everywhere=everywhere)
+            yield from tensors
 
-    def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
-        with self.model.state.installed(), self._used(kind):
-            yield from streams.stream_trained(self.model, value)
+    def hf_weights(self, *, everywhere: bool = False) -> TensorStream:
+        model = self.model
+        fp8.forget_copies(model.chunks)  # frees memory for the reader of the weights
+        value = streams.merge_adapters(model) if model.adapters else (lambda parameter: parameter.data)
+        tensors = streams.stream(model, value, dtype=model.dtype, buffers=True, everywhere=everywhere)
+        return self._stream(tensors, "parameters")
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        fp8.forget_copies(self.model.chunks)  # frees memory for the reader of the weights
-        value = streams.merge_adapters(self.model) if self.model.adapters else (lambda parameter: parameter.data)
-        return self._stream(value, "parameters", self.model.dtype, everywhere=everywhere)
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
+    def adapter_weights(self) -> TensorStream:
+        tensors = streams.stream_trained(self.model, lambda parameter: parameter.data.float())
+        return self._stream(tensors, "parameters")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         return lora.without_adapters(self.model.chunks)
 
-    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_gradients(self) -> TensorStream:
         assert not self._spent, "optimizer_step has spent the gradients"
         with self.model.state.installed(), self._used("gradients"):
             self._reduce()
             optim.gather_gradients(self.model.wrapped)
         if self.model.adapters:
-            return self._stream_trained(lambda parameter: parameter.main_grad, "gradients")
-        return self._stream(lambda parameter: parameter.main_grad, "gradients", torch.float32)
+            tensors = streams.stream_trained(self.model, _main_grad)
+        else:
+            tensors = streams.stream(self.model, _main_grad, dtype=torch.float32, buffers=False)
+        return self._stream(tensors, "gradients")
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:

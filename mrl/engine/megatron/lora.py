@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -30,6 +29,7 @@ from mrl.engine.lora.shapes import (
     interleave,
     join_experts,
 )
+from mrl.engine.megatron.weights import Rules, ruled_parameters
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
@@ -170,7 +170,7 @@ def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[
 
 
 def attach(
-    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig,
+    models: Sequence[Model], rules: Rules, shapes: Shapes, options: LoraConfig,
     family: Family, *, head: str,
 ) -> list[dict[str, Rule]]:  # fmt: skip
     """Freezes the chunks, attaches this rank's adapters without values, and returns all rules.
@@ -226,18 +226,13 @@ def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
     return tuple(blocks)
 
 
-def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes) -> None:
+def _check(rules: Rules, shapes: Shapes) -> None:
     """Asserts that every adapter of this rank's layers has a place in the model."""
     here = [rule for of_chunk in rules for rule in of_chunk.values()]
     layers = {rule.layer for rule in here if rule.layer is not None}
     placed = {shape.name for rule in here for shape, _ in adapters_on(rule, shapes)}
     lost = [name for name in shapes if name not in placed and any(f".layers.{layer}." in name for layer in layers)]
     assert not lost, f"megatron's model has no place for the adapters of {lost}"
-
-
-def route_reads(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
-    """Returns a reader that uses `adapters` for names of an adapter's file, and `read` for the model's."""
-    return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
 
 
 def initial_adapters(shapes: Shapes, seed: int) -> Callable[[str], Tensor]:
@@ -252,19 +247,16 @@ def initial_adapters(shapes: Shapes, seed: int) -> Callable[[str], Tensor]:
     return read
 
 
-def fill(
-    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], tensors: Mapping[str, Tensor]
-) -> Callable[[str], Tensor]:
+def fill(models: Sequence[Model], rules: Rules, tensors: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
     """Sets the trained tensors from an adapter's file. Returns a function that reads them by the names of rules."""
 
     def read(name: str) -> Tensor:
         return tensors[name if name.startswith(PREFIX) else PREFIX + name]
 
     with torch.no_grad():
-        for model, of_chunk in zip(models, rules, strict=True):
-            for name, parameter in model.named_parameters():
-                if isinstance(of_chunk[name], AdapterRule) or parameter.requires_grad:
-                    parameter.copy_(of_chunk[name].load(read))
+        for _, parameter, rule in ruled_parameters(models, rules):
+            if isinstance(rule, AdapterRule) or parameter.requires_grad:
+                parameter.copy_(rule.load(read))
     return read
 
 
@@ -291,13 +283,12 @@ def without_adapters(models: Iterable[Model]) -> Iterator[None]:
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_places(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> Iterator[PlacedTensor]:
+def checkpoint_places(models: Sequence[Model], rules: Rules) -> Iterator[PlacedTensor]:
     """Yields the trained tensors and their places in a checkpoint, under their names in peft's file; of experts [E,
     ...]."""
-    for model, of_chunk in zip(models, rules, strict=True):
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                yield PlacedTensor(parameter, _boxes(of_chunk[name], parameter.detach()), _replica(of_chunk[name]))
+    for _, parameter, rule in ruled_parameters(models, rules):
+        if parameter.requires_grad:
+            yield PlacedTensor(parameter, _boxes(rule, parameter.detach()), _replica(rule))
 
 
 def _replica(rule: Rule) -> tuple[int, int, int]:

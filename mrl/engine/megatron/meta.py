@@ -24,13 +24,11 @@ from mrl import patches
 from mrl.config.megatron_speed import CPU_OFFLOAD_FIELD, moment_bytes, state_bytes
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.lora.folder import adapters
-from mrl.engine.megatron.buckets import ranges_of_ranks
-from mrl.engine.megatron.chunk_run import ChunkRun
-from mrl.engine.megatron.even_experts import EvenExperts
-from mrl.engine.megatron.meta_ids import DistillIds
+from mrl.engine.megatron.chunk_run import ChunkRun, DistillIds
 from mrl.engine.megatron.meta_run import (
     BLOCK,
     CostCounter,
+    EvenExperts,
     GPUKernelChoice,
     Traffic,
     keep_mode_in_backward,
@@ -297,7 +295,7 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
 
     capability: the GPUs'; None if it is not known, and any generation may do.
     """
-    fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
+    fields, dtype = _fields(config), DTYPES[config.model.dtype]
     gpu = Gpu(capability, switched_off=disabled_switches(config.engine.attention))
     wanted = wanted_spec(config.engine.layer_spec, config.engine.attention)
     if wanted == "auto":
@@ -306,9 +304,13 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims, capability: tuple
     return "local" if wanted == "local" or te_refusal(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
+def _fields(config: RoleConfig) -> dict[str, Any]:
+    return fields_of(dict(read_hf_config(config.model.path)))
+
+
 def _buffers(config: RoleConfig, model: Any) -> list[Buffer]:
     """Describes megatron's buffers, with the elements of each on every rank."""
-    from mrl.engine.megatron import optim
+    from mrl.engine.megatron import muon, optim
 
     assert config.optimizer is not None
     matrices = model.matrices() if config.optimizer.name == "muon" else {}
@@ -316,7 +318,7 @@ def _buffers(config: RoleConfig, model: Any) -> list[Buffer]:
     for buffer in optim.gradient_buffers(model.wrapped):
         ranks = buffer.data_parallel_group.size()
         masters, of_muon = [0] * ranks, [0] * ranks
-        for parameter, ranges in ranges_of_ranks(buffer):
+        for parameter, ranges in muon.ranges_of_ranks(buffer):
             for rank, (start, end) in ranges.items():
                 masters[rank] += end - start
                 if id(parameter) in matrices:
@@ -432,7 +434,7 @@ def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
 
 def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
     """Returns bytes of one token's keys and values in one layer, on one rank (mrl.ops.kv_cache)."""
-    fields = fields_of(dict(read_hf_config(config.model.path)))
+    fields = _fields(config)
     item = DTYPES[config.model.dtype].itemsize
     if "kv_lora_rank" in fields:
         heads = fields["num_attention_heads"] // dims.tp
@@ -442,7 +444,7 @@ def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
 
 def recurrent_bytes(config: RoleConfig, dims: ParallelDims) -> int:
     """Returns bytes of one sequence's two states in a layer with a gated delta net, on one rank (mrl.ops.kv_cache)."""
-    fields = fields_of(dict(read_hf_config(config.model.path)))
+    fields = _fields(config)
     heads, values = fields["linear_num_key_heads"] // dims.tp, fields["linear_num_value_heads"] // dims.tp
     key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
     channels = 2 * heads * key + values * value
@@ -452,5 +454,5 @@ def recurrent_bytes(config: RoleConfig, dims: ParallelDims) -> int:
 
 def linear_layers(config: RoleConfig) -> frozenset[int]:
     """Returns the layers with a gated delta net, which keep states in place of keys and values."""
-    freq = fields_of(dict(read_hf_config(config.model.path))).get("linear_attention_freq") or ()
+    freq = _fields(config).get("linear_attention_freq") or ()
     return frozenset(layer for layer, linear in enumerate(freq) if linear)

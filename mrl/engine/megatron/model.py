@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from mrl.config.schema import EngineConfig, RoleConfig
 from mrl.engine import collective
-from mrl.engine.activations import ActivationOffload
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
+from mrl.engine.lora.shapes import PREFIX
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.checks import mtp_layers
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.megatron.muon import is_matrix
+from mrl.engine.offload import ActivationOffload
 from mrl.engine.saving import starting_weights
-from mrl.engine.stored_weights import say_carried
+from mrl.engine.stored_weights import Read, say_carried
 from mrl.errors import ConfigError
 from mrl.mcore_models import fp8, graph_limits, grouped, layer_spec, userbuffers
 from mrl.mcore_models.build import build_chunks, transformer_config
@@ -36,7 +37,7 @@ from mrl.weights.hf_config import read_hf_config
 from mrl.weights.random_weights import RandomWeights
 from mrl.weights.rules import Rule, expected_hf_names, padded_vocab, param_map
 from mrl.weights.stacks import unstacking_read
-from mrl.weights.table import Family
+from mrl.weights.table import Family, HFConfig
 
 
 class Model:
@@ -66,7 +67,7 @@ class Model:
         # set by `init`
         self.chunks: Sequence[Any] = ()  # one for each virtual stage of this rank
         self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or the chunks if nothing trains
-        self.rules: Sequence[Mapping[str, Rule]] = ()  # of each chunk, by the name of the parameter
+        self.rules: weights.Rules = ()  # of each chunk, by the name of the parameter
         self.adapters: lora.Shapes = {}
         self.adapter_identity: dict[str, Any] | None = None  # a checkpoint's description of them
         self.optimizer: Any = None
@@ -97,17 +98,7 @@ class Model:
             return EXPERTS["grouped_mm"]
         return EXPERTS["TEGroupedMLP" if self.spec == "te" else "SequentialMLP"]
 
-    def rules_under(self, spec: str) -> list[dict[str, Rule]]:
-        """Returns the rules of this rank's chunks, by parameter name, of the layers of a spec."""
-        return [
-            param_map(
-                self.family, self.hf, layout=self.dims, coords=self.coords, chunk=plan, spec=spec,
-                head=self.config.head,
-            )
-            for plan in weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp)
-        ]  # fmt: skip
-
-    def init(self, read: Callable[[str], Any] | None = None) -> None:
+    def init(self, read: Read | None = None) -> None:
         """Builds the chunks and their optimizer and fills them. Collective.
 
         read: Hugging Face name -> tensor or lazy slice; by default the config's initial weights.
@@ -128,14 +119,19 @@ class Model:
     def build(self) -> None:
         """Builds this rank's chunks as the config's keys ask for, without values and without an optimizer."""
         config, head = self.config, self.config.head
-        self.rules = self.rules_under(self.spec)
+        plans = weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp)
+        self.rules = [
+            param_map(
+                self.family, self.hf, layout=self.dims, coords=self.coords, chunk=plan, spec=self.spec, head=head
+            )
+            for plan in plans
+        ]  # fmt: skip
         buffers = userbuffers.BufferShape.of(config.engine, self.transformer.hidden_size, self.dims)
         if buffers is not None:
             userbuffers.create_buffers(buffers)
         self.chunks = self.wrapped = build_chunks(
-            self.transformer, self.hf, dims=self.dims,
-            chunks=weights.plans_here(self.hf, self.dims, self.coords, mtp=self.mtp),
-            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head, detaches_mtp=self.detaches_mtp,
+            self.transformer, self.hf, dims=self.dims, chunks=plans, head=head, detaches_mtp=self.detaches_mtp,
+            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp),
         )  # fmt: skip
         if buffers is not None:
             userbuffers.check_built(self.transformer)
@@ -176,7 +172,7 @@ class Model:
         self.forget_graphs()
 
     @contextlib.contextmanager
-    def _start(self) -> Iterator[Callable[[str], Any]]:
+    def _start(self) -> Iterator[Read]:
         """Gives a reader of the config's initial weights: Hugging Face name -> tensor or lazy slice."""
         config = self.config
         if config.model.init == "random":
@@ -191,15 +187,19 @@ class Model:
         with self.weights_of(config.model.path, trained=config.optimizer is not None) as read:
             yield read
 
-    def weights_of(self, path: str, *, trained: bool) -> contextlib.AbstractContextManager[Callable[[str], Any]]:
+    def weights_of(self, path: str, *, trained: bool) -> contextlib.AbstractContextManager[Read]:
         """Opens `starting_weights` of another folder, or of the config's own."""
         return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained, mtp=self.mtp)
 
-    def fill(self, read: Callable[[str], Any]) -> None:
+    def fill(self, read: Read) -> None:
         """Sets this rank's weights, and masters if any. Adapters start again, which leaves the model as it is."""
-        read = lora.route_reads(read, lora.initial_adapters(self.adapters, self.config.seed))
-        weights.load(self.chunks, self.rules, read)
-        self._fill_masters(read)
+        initial = lora.initial_adapters(self.adapters, self.config.seed)
+
+        def either(name: str) -> Any:
+            return initial(name) if name.startswith(PREFIX) else read(name)
+
+        weights.load(self.chunks, self.rules, either)
+        self._fill_masters(either)
 
     @property
     def mtp_params(self) -> frozenset[int]:
@@ -210,12 +210,12 @@ class Model:
         """Sets this rank's adapters, and their masters, from the tensors of peft's file."""
         self._fill_masters(lora.fill(self.chunks, self.rules, tensors))
 
-    def _fill_masters(self, read: Callable[[str], Any]) -> None:
+    def _fill_masters(self, read: Read) -> None:
         if self.optimizer is not None:
             weights.load_masters(self.optimizer, self.chunks, self.rules, read)
 
 
-def _family(config: RoleConfig, hf: Mapping[str, Any]) -> Family:
+def _family(config: RoleConfig, hf: HFConfig) -> Family:
     """Returns the model's family, with the names of its files. Random weights are of a composite's text part alone."""
     if config.model.init == "random" and hf["model_type"] in COMPOSITES:
         return FAMILIES[COMPOSITES[hf["model_type"]]]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mrl.config.sections import MuonConfig
-from mrl.engine.megatron.buckets import ranges_of_ranks
 from mrl.weights.rules import Rule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -243,3 +242,21 @@ def _axis_group(rule: Rule) -> dist.ProcessGroup:
     if rule.axis == "etp":
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def ranges_of_ranks(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, dict[int, tuple[int, int]]]]:
+    """Yields the parameters of one of megatron's buffers, each with the entries that ranks update.
+
+    The entries are by rank: the first, and the one past the last. A rank without any is left out.
+    """
+    # each bucket is divided evenly
+    ranks = buffer.data_parallel_group.size()
+    for bucket in buffer.buckets:
+        share = bucket.grad_data.numel() // ranks
+        for parameter in bucket.params_list:
+            first, last, *_ = buffer.param_index_map[parameter]
+            first, last = first - bucket.offset, last - bucket.offset
+            ranges = {}
+            for rank in range(first // share, -(-last // share)):
+                ranges[rank] = max(first, rank * share) - first, min(last, (rank + 1) * share) - first
+            yield parameter, ranges

@@ -34,7 +34,6 @@ from mrl.weights.rules import Rule
 patches.check(__name__)
 
 PRECISION = (PRECISION_AWARE, *MOMENTS.values())
-BUFFERS = ("buffers", "expert_parallel_buffers")  # attributes of DistributedDataParallel: dense first, then experts
 
 
 def wrap(
@@ -107,6 +106,7 @@ def build_optimizer(
     """
     given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
     on_host = given.pop(CPU_OFFLOAD_FIELD, False)
+    dtypes = {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
     # With use_precision_aware_optimizer megatron passes the moments' dtypes to the optimizer (0.16.1 and 0.19.2,
     # optimizer/__init__). Only transformer-engine's FusedAdam takes them; apex's and torch's have fp32 moments alone.
     if on_host or not _is_transformer_engines():
@@ -126,7 +126,6 @@ def build_optimizer(
     # reads megatron's masters (shard_fp32_from_float16_groups), and FusedAdam would hold its own.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(settings, list(chunks))
-    dtypes = moment_dtypes(megatron_options)
     for part in optimizers_of(optimizer):
         if on_host:
             part.optimizer = HostAdamW.from_adam(part.optimizer, dtypes)
@@ -152,12 +151,6 @@ def _copy_masters(part: MegatronOptimizer) -> None:
     shards = list(itertools.chain(*part.shard_float16_groups))
     if shards:
         torch._foreach_copy_(shards, list(itertools.chain(*part.shard_fp32_from_float16_groups)))
-
-
-def moment_dtypes(megatron_options: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Returns the dtype of each moment. megatron_options: `engine.megatron`."""
-    given = megatron_fields.fields_of_kind(megatron_options, "optimizer")
-    return {name: given.get(field, torch.float32) for name, field in MOMENTS.items()}
 
 
 def moments(part: MegatronOptimizer, main: torch.Tensor, *, make: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -334,8 +327,7 @@ def _shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
     """Yields every gradient buffer of this rank, dense ones first."""
     for chunk in chunks:
-        for name in BUFFERS:
-            yield from getattr(chunk, name)
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -1,6 +1,7 @@
-"""Saves the optimizer's state in a checkpoint: masters and moments, with the names and splits of their parameters.
+"""Takes the optimizer's state out of an engine and puts it back, for checkpoints and as `TrainedState`.
 
-A data-parallel rank writes and reads the entries that it updates, as boxes of the whole tensors. Nothing is gathered.
+A checkpoint has masters and moments, with the names and splits of their parameters. A data-parallel
+rank writes and reads the entries that it updates, as boxes of the whole tensors. Nothing is gathered.
 
 megatron has a format with the same idea ("fully_reshardable"). It writes wrong state if a gradient buffer has several
 buckets and one of them is padded, as with tied embeddings, an odd vocabulary and pipeline parallelism. In megatron-core
@@ -11,14 +12,17 @@ it. So the state is put together here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
 
 from mrl.engine.megatron.muon import MOMENTUM, Muon
-from mrl.engine.megatron.optim import moments, optimizers_of, shards
+from mrl.engine.megatron.optim import gradient_buffers, moments, optimizers_of, shards
 from mrl.engine.torch_dist.boxes import Box, PlacedTensor
+from mrl.engine.trained_state import TrainedState, clone_tensors, restore_tensors
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -57,3 +61,43 @@ def boxes(optimizer: MegatronOptimizer, placed: Iterable[PlacedTensor], *, to_re
             continue
         for name, values in itertools.chain([("master", main)], moments(part, main, make=to_read)):
             yield from place.of_entries(span, values.detach().view(-1), f"optimizer.{name}.")
+
+
+Chunks = Sequence[DistributedDataParallel]
+
+
+def copy_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
+    """Returns this rank's trained state. gradients: some have accumulated and are not reduced."""
+    return TrainedState(
+        weights=clone_tensors(_weights(chunks, optimizer)),
+        moments=clone_tensors(_moments(optimizer)),
+        updates=step_count(optimizer),
+        gradients=clone_tensors(b.grad_data for b in gradient_buffers(chunks)) if gradients else None,
+        spent=spent,
+    )
+
+
+@torch.no_grad()
+def restore_trained_state(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
+    """Restores the state. Gradients become zero if the state has none."""
+    restore_tensors(_weights(chunks, optimizer), state.weights)
+    restore_tensors(_moments(optimizer, make=True), state.moments)
+    for part in optimizers_of(optimizer):
+        set_step_count(part.optimizer, state.updates)
+    if state.gradients is None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    else:
+        restore_tensors([b.grad_data for b in gradient_buffers(chunks)], state.gradients)
+    optimizer.zero_grad()
+
+
+def _moments(optimizer: MegatronOptimizer, *, make: bool = False) -> Iterator[Tensor]:
+    for part, _, main, _ in shards(optimizer):
+        yield from (moment for _, moment in moments(part, main, make=make))
+
+
+def _weights(chunks: Chunks, optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yields the trained parameters, and the masters of this rank's shards."""
+    yield from (p.data for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    yield from (main.data for _, _, main, _ in shards(optimizer))

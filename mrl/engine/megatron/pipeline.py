@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.engine.base import Ctx, LossFn, Predictions
+from mrl.engine.base import Ctx, LossFn, PostprocessFn, Predictions, PreprocessFn
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
@@ -75,14 +75,14 @@ class StepConfig:
     denominator: float
     share: float
     forward_only: bool
-    postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
+    postprocess_fn: PostprocessFn | None
     reduces: bool = False  # gradients are reduced while the last backward pass runs
     adds: bool = False  # adds to gradients of earlier calls
     tokens: float = 1.0  # training tokens of MTP layers in the global mini-batch: the denominator of their loss
 
 
 def make_micro_batch(
-    batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: PipelineConfig, *, trains: bool = True
+    batch: Batch, ctx: Ctx, preprocess_fn: PreprocessFn | None, setup: PipelineConfig, *, trains: bool = True
 ) -> MicroBatch:
     """Does step one: makes the model's inputs. trains: without it MTP layers are left out.
 

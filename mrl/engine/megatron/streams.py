@@ -1,9 +1,9 @@
 """Streams a model's weights or gradients to rank 0, one by one, under the names of Hugging Face's and peft's files.
 
-`value` picks the streamed tensor of a parameter: its data, or its gradient. Shards travel from device to device (NCCL
-on GPUs, gloo on CPUs) in batches of `BATCH_BYTES`, and are merged there. Beside the model rank 0 holds one batch and
-the tensor being merged, or the stacked experts of a layer. Shapes and dtypes follow from the rules, so they are not
-sent. Other ranks take part and yield nothing, unless `stream` is asked for it.
+Shards travel from device to device (NCCL on GPUs, gloo on CPUs) in batches of `BATCH_BYTES`, and are merged there.
+Beside the model rank 0 holds one batch and the tensor being merged, or the stacked experts of a layer. Shapes and
+dtypes follow from the rules, so they are not sent. Other ranks take part and yield nothing, unless `stream` is asked
+for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engine.collective import from_main
+from mrl.engine.collective import TensorStream, from_main
 from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
 from mrl.engine.megatron.model import Model
@@ -33,6 +33,9 @@ from mrl.weights.stacks import restack
 
 HEAD = "output_layer.weight"
 
+ValueOf = Callable[[Tensor], Tensor]
+"""Picks the streamed tensor of a parameter: its data, or its gradient."""
+
 BATCH_BYTES = 128 * 2**20
 """Bytes of shards that are sent to rank 0 at the same time; a larger one is sent alone."""
 
@@ -41,8 +44,8 @@ MIN_BATCH_BYTES = 2**20
 
 
 def stream(
-    model: Model, value: Callable[[Tensor], Tensor], *, dtype: torch.dtype, buffers: bool, everywhere: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+    model: Model, value: ValueOf, *, dtype: torch.dtype, buffers: bool, everywhere: bool = False
+) -> TensorStream:
     """Yields (name in Hugging Face's files, whole tensor on the engine's device) of every parameter, in one order.
 
     dtype: of the tensors of `value`. buffers: with the stored buffers, which are fp32 and have no gradient. everywhere:
@@ -51,9 +54,7 @@ def stream(
     return restack(_by_rule(model, value, dtype, buffers=buffers, everywhere=everywhere), model.family, model.hf)
 
 
-def _by_rule(
-    model: Model, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool, everywhere: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _by_rule(model: Model, value: ValueOf, dtype: torch.dtype, *, buffers: bool, everywhere: bool) -> TensorStream:
     """Yields (name in the tables, whole tensor); see `stream`."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     owned = [each for each in _owned(model) if buffers or not each.rule.buffer]
@@ -74,7 +75,7 @@ def _owned(model: Model) -> Iterator[OwnedRule]:
     )
 
 
-def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
+def merge_adapters(model: Model) -> ValueOf:
     """Returns a function from a parameter to its values with its adapter added in: a new tensor."""
     of_parameter: dict[int, lora.Adapter] = {}
     for chunk in model.chunks:
@@ -91,7 +92,7 @@ def merge_adapters(model: Model) -> Callable[[Tensor], Tensor]:
     return value
 
 
-def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def stream_trained(model: Model, value: ValueOf) -> TensorStream:
     """Yields (name in peft's file, whole tensor on the host) of the trained tensors of a model with adapters.
 
     value: gives fp32.
@@ -99,7 +100,7 @@ def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[
     return _joined(_of_adapters(model, value))
 
 
-def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[Rule, Tensor]]:
+def _of_adapters(model: Model, value: ValueOf) -> Iterator[tuple[Rule, Tensor]]:
     of_chunks = [dict(chunk.named_parameters()) for chunk in model.chunks]
     owned = []
     for each in _owned(model):
@@ -112,7 +113,7 @@ def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tu
             yield rule, whole.pop(rule.hf[0]).cpu()
 
 
-def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> TensorStream:
     """Yields (name, tensor) as in peft's file, from (rule, A or B of one expert) in any order."""
     waiting: dict[str, dict[int, Tensor]] = {}
     for rule, tensor in pairs:
@@ -195,7 +196,7 @@ def _dtype_of(rule: Rule, dtype: torch.dtype) -> torch.dtype:
 def _shards(
     model: Model,
     of_chunks: Sequence[Mapping[str, Tensor]],
-    value: Callable[[Tensor], Tensor],
+    value: ValueOf,
     owned: Sequence[OwnedRule],
     dtype: torch.dtype,
 ) -> Iterator[Tensor | None]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mrl.engine.megatron.optim import shards
+from mrl.engine.stored_weights import Read
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
 from mrl.weights.rules import ChunkPlan, Rule, chunk_plans
 
+Rules = Sequence[Mapping[str, Rule]]
+"""The rules of each chunk's tensors, by name."""
 
-def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]) -> None:
+
+def ruled_parameters(models: Sequence[Model], rules: Rules) -> Iterator[tuple[str, Parameter, Rule]]:
+    """Yields the name and the rule of each parameter."""
+    for model, of_chunk in zip(models, rules, strict=True):
+        for name, parameter in model.named_parameters():
+            yield name, parameter, of_chunk[name]
+
+
+def load(models: Sequence[Model], rules: Rules, read: Read) -> None:
     """Fills the model chunks from `read` (HF name -> tensor or lazy slice); each rank reads its own entries."""
     for model, of_chunk in zip(models, rules, strict=True):
         parameters = tensors_of(model)
@@ -32,18 +44,12 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffers[name] for name in sorted(stored)}
 
 
-def rule_of_parameters(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dict[int, Rule]:
-    """Returns the rule of each parameter by its id. rules: of each chunk, by the name of the parameter."""
-    return {
-        id(parameter): of_chunk[name]
-        for model, of_chunk in zip(models, rules, strict=True)
-        for name, parameter in model.named_parameters()
-    }
+def rule_of_parameters(models: Sequence[Model], rules: Rules) -> dict[int, Rule]:
+    """Returns the rule of each parameter by its id."""
+    return {id(parameter): rule for _, parameter, rule in ruled_parameters(models, rules)}
 
 
-def load_masters(
-    optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
-) -> None:
+def load_masters(optimizer: Any, models: Sequence[Model], rules: Rules, read: Read) -> None:
     """Sets fp32 master weights from `read`, but those that are fp32 parameters themselves."""
     rule_of = rule_of_parameters(models, rules)
     for _, parameter, main, span in shards(optimizer):

@@ -48,10 +48,6 @@ class _Record:
             self.state = state
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of `.metadata`, as records; refuses every other."""
 
@@ -59,7 +55,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module.startswith(_FORMAT) or (module == _OLD_MCORE and name.startswith("MCore")):
             return _Record
         if module == "pathlib" or (module, name) == ("torch.serialization", "_get_layout"):
-            return _nothing
+            return lambda *_: None
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if (module, name) == ("collections", "OrderedDict"):
@@ -224,7 +220,11 @@ def _place(file: int, dtype: torch.dtype, chunk: Chunk) -> int:
         info = archive.getinfo(f"{root}/data/{storage}")
         span.seek(info.header_offset + 26)
         lengths = span.read(4)
-    if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
+    if (
+        shape != chunk.sizes
+        or strides != torch.empty(shape, device="meta").stride()
+        or info.compress_type != zipfile.ZIP_STORED
+    ):
         raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
     if stored != dtype:
         raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
@@ -261,10 +261,3 @@ def _check_cover(key: str, tensor: StoredTensor) -> None:
         if any(_overlap(other, region) for other in near):
             raise ValueError(f"{key} has parts that lie over one another")
         near.append(chunk)
-
-
-def _contiguous(shape: Shape) -> Shape:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(strides)
