@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.losses import ActorLoss, CriticLoss
+from mrl.algorithms.recipes import check_algorithm
 from mrl.check import reference
 from mrl.check.command import CommandCheck
 from mrl.check.folder import CheckedModel

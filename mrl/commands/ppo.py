@@ -72,7 +72,7 @@ class PPO(TrainingCommand[PPOConfig]):
         ]  # fmt: skip
 
     def needed(self, config: PPOConfig) -> Sequence[str]:
-        from mrl.algorithms.configured import check_algorithm  # it imports torch
+        from mrl.algorithms.recipes import check_algorithm  # it imports torch
         from mrl.config.roles import roles_of
 
         return roles_of(config, check_algorithm(config))
@@ -168,8 +168,7 @@ class PPO(TrainingCommand[PPOConfig]):
             check_rewards(config.rewards, first)
 
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.algorithms.configured import configured_recipe
-        from mrl.algorithms.recipes import in_words
+        from mrl.algorithms.recipes import configured_recipe, in_words
         from mrl.config.roles import describe_sampling, is_served, section_of, teachers_of
         from mrl.launch.describe import divergence, micro_batch, processes
 
@@ -213,7 +212,7 @@ class PPO(TrainingCommand[PPOConfig]):
         return dataclasses.replace(made, head="value") if part.role == "reward" else made
 
     def phases(self, config: PPOConfig) -> Phases:
-        from mrl.algorithms.configured import configured_recipe
+        from mrl.algorithms.recipes import configured_recipe
         from mrl.config.phases import SAMPLING_RANKS, Distill, Phase
         from mrl.config.roles import is_served, reference_is_base
 
