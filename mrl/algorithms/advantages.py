@@ -152,12 +152,12 @@ def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Ten
 # -- without a critic: a sample against its group ----------------------------------------------------------------------
 
 
-def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Returns [S]: `(r_i - mean r) / (std r + eps)` within a group (Shao 2024, section 4.1.2).
+def grpo(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Returns [S]: `(r_i - mean r) / (std r + 1e-6)` within a group (Shao 2024, section 4.1.2).
 
     The paper leaves the kind of std open: it is the sample's (G - 1 below), as in the public implementations.
     """
-    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) / (r_G.std() + eps))
+    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) / (r_G.std() + 1e-6))
 
 
 def group_mean(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
@@ -196,8 +196,8 @@ def _centered(values: Tensor) -> Tensor:
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
-def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns [T]: `(x - mean) / sqrt(variance + eps)` over all tokens in the mask, each once; 0 outside it.
+def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Returns [T]: `(x - mean) / sqrt(variance + 1e-8)` over all tokens in the mask, each once; 0 outside it.
 
     The variance is the population's; equal values give 0. REINFORCE++ calls it global batch normalization (Hu 2025).
     """
@@ -205,7 +205,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
     result_T = torch.zeros_like(values_T)
     if trained_T.any():
         centered = _centered(values_T[trained_T].double())
-        result_T[trained_T] = (centered / (centered.square().mean() + eps).sqrt()).to(values_T.dtype)
+        result_T[trained_T] = (centered / (centered.square().mean() + 1e-8).sqrt()).to(values_T.dtype)
     return result_T
 
 

@@ -146,9 +146,8 @@ class ActorLoss(_Aggregated):
     kl_cap: float = 0.0
     entropy_coef: float = 0.0  # other than 0, predictions hold an entropy with gradient (`ctx["entropy"]`)
     correction: Correction | None = None  # None: c = 1
-    distill: TeacherDivergence | None = (
-        None  # with it, predicted log-probs are [T, 1 + K], the first of the sampled token
-    )
+    distill: TeacherDivergence | None = None
+    """With it, predicted log-probs are [T, 1 + K], the first of the sampled token."""
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         log_probs = predictions["log_probs"]

@@ -47,9 +47,7 @@ class Recipe:
     kl_target: float = 0.0  # nats per sequence that the coefficient is steered to; 0: it is fixed
     kl_gain: float = 0.1  # how fast it is steered
     entropy_coef: float = 0.0  # of the bonus
-    correction: Literal["none", "truncate", "mask"] = (
-        "none"  # for the sampler's probabilities: none, truncate or mask (see `policy`)
-    )
+    correction: Literal["none", "truncate", "mask"] = "none"  # for the sampler's probabilities (see `policy`)
     correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = 2.0
     correction_floor: float = 0.0
