@@ -27,7 +27,7 @@ from mrl.algorithms.kl import KL_ESTIMATORS
 from mrl.algorithms.losses import DENOMINATORS, ActorLoss, CriticLoss, explained_variance, token_weights, value_loss
 from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, Correction
 from mrl.batch import Batch, make_batch
-from tests.algorithms.sequences import Ragged, close, examples, flat, ragged
+from tests.algorithms.sequences import Ragged, close, examples, flat, in_micro_batches, ragged
 from tests.algorithms.test_kl import oracle as kl_oracle
 from tests.algorithms.test_policy import CLIPS, CORRECTIONS, cispo_oracle, clip_oracle, ratio_oracle, weight_oracle
 
@@ -157,19 +157,10 @@ def actor_rows(case: Ragged) -> dict:
 
 def run(loss, case: Ragged, rows: dict, predicted: str, parts=None):
     """(mean loss, its gradient [T], metrics) from micro-batches as an engine makes them; one of all by default."""
-    batch = case.batch(**rows)
     leaves = {name: flat(rows[name]).requires_grad_() for name in (predicted, "entropy") if name in rows}
-    starts = batch.cu_seqlens.tolist()
-    total, metrics = 0.0, {}
-    for part in parts or [list(range(batch.num_sequences))]:
-        at = torch.tensor([t for i in part for t in range(starts[i], starts[i + 1])])
-        loss_sum, ctx = loss(batch.select(part), {name: leaf[at] for name, leaf in leaves.items()}, {"kept": 1})
-        assert ctx["kept"] == 1
-        (loss_sum / batch.denominators[loss.denominator]).backward()
-        total += float(loss_sum.detach()) / batch.denominators[loss.denominator]
-        for name, value in ctx["metrics"].items():
-            metrics[name] = metrics.get(name, 0.0) + float(value) / batch.denominators[loss.denominator]
-    return total, leaves[predicted].grad, metrics
+    total, metrics = in_micro_batches(loss, case.batch(**rows), leaves, loss.denominator, parts, kept=1)
+    total.backward()
+    return float(total.detach()), leaves[predicted].grad, metrics
 
 
 def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
