@@ -65,11 +65,10 @@ def choose(
     Raises ConfigError if te is wanted and cannot be had. It also does so if transformer-engine is installed and does
     not load: a run that was meant to use it must not train slower in silence.
     """
-    wanted, attention = engine.layer_spec, engine.attention
-    check_attention(attention, wanted)
+    wanted, attention = wanted_spec(engine.layer_spec, engine.attention), engine.attention
+    check_attention(attention, engine.layer_spec)
     gpu = dataclasses.replace(Gpu.here(), switched_off=disabled_switches(attention), by_key=attention != "auto")
     faster = kept != "te" and faster_locally(engine, fields, dims, dtype, lora=lora)
-    wanted = wanted_spec(wanted, attention)
     if wanted == "auto" and kept == "local" and not _te_keys(engine):
         return LayerSpec("local", "as the checkpoint was trained")
     try:
