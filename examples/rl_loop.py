@@ -21,8 +21,7 @@ import sys
 
 import torch
 
-from mrl.algorithms.configured import check_algorithm
-from mrl.algorithms.recipes import RECIPES
+from mrl.algorithms.recipes import RECIPES, check_algorithm
 from mrl.batch import Batch
 from mrl.config.load import load_config
 from mrl.config.ppo import PPOConfig

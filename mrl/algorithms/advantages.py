@@ -1,4 +1,4 @@
-"""Advantages: how much better an action was than what was expected of it.
+"""Rewards of tokens, and advantages: how much better an action was than what was expected of it.
 
 Dimensions: `T` tokens of all sequences of a rollout end to end, `S` sequences, `G` samples of one prompt, `N` the most
 trained tokens of a sequence.
@@ -30,12 +30,63 @@ from mrl.algorithms.ragged import (
     trained_columns,
 )
 
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def token_rewards(
+    scores_S: Tensor, mask_T: Tensor, lengths_S: Tensor, *, kl_T: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Returns [T]: the reward of each action, `r_t = [t is the last] score - kl_coef kl_t` (Ouyang 2022, eq. 2).
+
+    The result is 0 outside the mask.
+
+    scores_S: a reward for the whole sequence, placed at its last trained token. A sequence without one loses it.
+    kl_T: estimates from `mrl.algorithms.kl`, of any value outside the mask.
+    """
+    rewards_T = scores_S.new_zeros(mask_T.numel())
+    last_S = last_trained_position(mask_T, lengths_S)
+    rewards_T[last_S[last_S >= 0]] = scores_S[last_S >= 0]
+    if kl_T is not None:
+        rewards_T = rewards_T - kl_coef * kl_T.masked_fill(mask_T == 0, 0.0)
+    return rewards_T
+
+
+def overlong_penalty(new_tokens_S: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """Returns [S], to be added to the score: DAPO's soft overlong punishment (Yu 2025, eq. 13).
+
+    0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, -1 above. new_tokens_S: tokens
+    after the prompt, as max_length counts them: in a conversation the environment's too.
+    """
+    assert 0 < cache <= max_length, f"cache {cache} is not within 1 to max_length ({max_length})"
+    beyond_S = new_tokens_S.double() - (max_length - cache)
+    return -(beyond_S / cache).clamp(0.0, 1.0)
+
+
+def groups_with_signal(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Returns [S] bool: whether the rewards of a sequence's group differ; DAPO's dynamic sampling keeps those
+    (Yu 2025, eq. 11).
+
+    The paper asks for `0 < correct < G` with rewards of right and wrong. For other rewards the same condition is: they
+    are not all equal. A group of one has nothing to compare and is dropped. rewards_S: the rewards that decide, in the
+    paper the accuracy before any shaping. groups_S: int64, the same number for samples of one prompt.
+    """
+    _, group_S = groups_S.unique(return_inverse=True)
+    count = int(group_S.max()) + 1 if group_S.numel() else 0
+    lowest, highest = (
+        rewards_S.new_zeros(count).scatter_reduce(0, group_S, rewards_S, reduce=reduce, include_self=False)
+        for reduce in ("amin", "amax")
+    )
+    return (lowest < highest)[group_S] if count else torch.zeros(0, dtype=torch.bool, device=rewards_S.device)
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """The rollout that advantages are made from. A field that the estimator does not need may be None."""
 
-    rewards_T: Tensor  # of each action (see `shaping.token_rewards`), 0 outside the mask
+    rewards_T: Tensor  # of each action (see `token_rewards`), 0 outside the mask
     mask_T: Tensor  # not 0 where an action is
     lengths_S: Tensor  # int64, sums to T
     groups_S: Tensor | None = None  # int64, equal for samples of one prompt
@@ -101,12 +152,12 @@ def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Ten
 # -- without a critic: a sample against its group ----------------------------------------------------------------------
 
 
-def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Returns [S]: `(r_i - mean r) / (std r + eps)` within a group (Shao 2024, section 4.1.2).
+def grpo(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
+    """Returns [S]: `(r_i - mean r) / (std r + 1e-6)` within a group (Shao 2024, section 4.1.2).
 
     The paper leaves the kind of std open: it is the sample's (G - 1 below), as in the public implementations.
     """
-    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) / (r_G.std() + eps))
+    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) / (r_G.std() + 1e-6))
 
 
 def group_mean(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
@@ -145,8 +196,8 @@ def _centered(values: Tensor) -> Tensor:
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
 
-def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Returns [T]: `(x - mean) / sqrt(variance + eps)` over all tokens in the mask, each once; 0 outside it.
+def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Returns [T]: `(x - mean) / sqrt(variance + 1e-8)` over all tokens in the mask, each once; 0 outside it.
 
     The variance is the population's; equal values give 0. REINFORCE++ calls it global batch normalization (Hu 2025).
     """
@@ -154,7 +205,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
     result_T = torch.zeros_like(values_T)
     if trained_T.any():
         centered = _centered(values_T[trained_T].double())
-        result_T[trained_T] = (centered / (centered.square().mean() + eps).sqrt()).to(values_T.dtype)
+        result_T[trained_T] = (centered / (centered.square().mean() + 1e-8).sqrt()).to(values_T.dtype)
     return result_T
 
 

@@ -21,7 +21,7 @@ So an estimate that is good as a number need not be good as a loss.
 The expectations are over tokens of the present policy. They hold for the first update of a rollout, and nearly for the
 next.
 
-k3 alone takes the exponential of d, so it bounds d (`log_ratio.clamped_log_ratio`). k1 and k2 keep their gradient
+k3 alone takes the exponential of d, so it bounds d (`policy.clamped_log_ratio`). k1 and k2 keep their gradient
 however far a token is. k3 can be capped too: verl (kl_penalty_forward) and ROLL (compute_approx_kl) cap it at 10. That
 takes the gradient of a token with d below -2.6. TRL and the paper cap nothing, nor does mrl if `algorithm.kl_cap` is 0.
 """
@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import clamped_log_ratio
+from mrl.algorithms.policy import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {

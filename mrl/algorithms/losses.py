@@ -11,30 +11,96 @@ Which fields a batch must carry, all [T] and aligned with its labels:
 
 Metrics are means over trained tokens for every aggregation: their sums are scaled for the engine's one division. The
 engine takes all log-probs at the temperature of the sampler; no function here sees logits.
+
+`algorithm.aggregation` makes the loss of a mini-batch from losses of tokens. With the mask `m`, the loss `l` of each
+token and, over the whole global mini-batch, `M` the sum of the mask and `n` the number of sequences with any of it:
+
+    token_mean      sum m l / M                                       PPO, DAPO (Yu 2025, eq. 8)
+    sequence_mean   1/n sum_i (sum_t m l / sum_t m)                   GRPO (Shao 2024, eq. 3), GSPO (Zheng 2025, eq. 5)
+    fixed_length    1/n sum_i (sum_t m l / L)                         Dr. GRPO (Liu 2025, section 3.2): no length bias
+
+DAPO's paper takes the token mean of each prompt's group and then the mean of those; its code, and this, one over all
+tokens.
+
+Each is `sum w l / denominator` with weights that depend only on the token's own sequence. A micro-batch holds whole
+sequences, so loss and gradient do not depend on how the mini-batch is split.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from mrl.algorithms.aggregation import DENOMINATORS, token_weights
-from mrl.algorithms.correction import Correction, importance_weights
 from mrl.algorithms.distill import TeacherDivergence
 from mrl.algorithms.kl import kl_estimate
-from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
-from mrl.algorithms.value import value_loss
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, Correction, importance_weights
+from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 from mrl.batch import Batch
+
+DENOMINATORS: Mapping[str, str] = {"token_mean": "tokens", "sequence_mean": "sequences", "fixed_length": "sequences"}
+"""`algorithm.aggregation` -> which of `Batch.denominators` its sum is divided by."""
+
+
+def token_weights(aggregation: str, mask_T: Tensor, lengths_S: Tensor, *, fixed_length: int | None = None) -> Tensor:
+    """Returns [T]: the weight of each token's loss in the sum, 0 outside the mask.
+
+    fixed_length: `L` above, the longest response that may be sampled; read by the aggregation of its name alone.
+    """
+    if aggregation == "token_mean":
+        return mask_T
+    if aggregation == "sequence_mean":
+        totals_T = to_tokens(sum_per_sequence(mask_T, lengths_S), lengths_S)
+        return mask_T / totals_T.masked_fill(mask_T == 0, 1.0)
+    assert aggregation == "fixed_length", f"aggregation {aggregation!r} is none of {sorted(DENOMINATORS)}"
+    assert fixed_length is not None and fixed_length > 0, f"fixed_length is {fixed_length}, not a number of tokens"
+    return mask_T / fixed_length
+
+
+class ValueLoss(NamedTuple):
+    """The critic's loss of each token."""
+
+    loss_T: Tensor  # [T], with gradient
+    clipped_T: Tensor  # [T] bool, where the clipped term is the larger and takes the gradient away
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float = 0.0) -> ValueLoss:
+    """Returns the squared error of the values, kept near the old ones if `clip` is not 0. [T] each.
+
+        l = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
+
+    Schulman 2017, eq. 9, has the squared error; its clip is that of the authors' code, PPO2 (openai/baselines).
+    """
+    assert values_T.shape == old_values_T.shape == returns_T.shape
+    plain_T = (values_T - returns_T).square()
+    if not clip:
+        return ValueLoss(plain_T / 2, torch.zeros_like(plain_T, dtype=torch.bool))
+    near_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    clipped_T = (near_T - returns_T).square()
+    return ValueLoss(torch.maximum(plain_T, clipped_T) / 2, clipped_T > plain_T)
+
+
+def explained_variance(*, returns: float, returns_squared: float, error: float, error_squared: float) -> float:
+    """Returns `1 - Var(R - V) / Var(R)` from means over the same tokens: of `R`, `R^2`, `R - V`, `(R - V)^2`.
+
+    1: the critic knows the returns; 0: no better than a constant; negative: worse. Returns that are all equal leave
+    nothing to explain, and it is 0.
+    """
+    variance = returns_squared - returns**2
+    if variance <= 1e-12 * returns_squared:  # what fp64 leaves of equal numbers
+        return 0.0
+    return 1.0 - (error_squared - error**2) / variance
+
 
 Ctx = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Aggregated:
-    """The part that both losses share: how token losses become one number (see `mrl.algorithms.aggregation`)."""
+    """The part that both losses share: how token losses become one number (see `token_weights`)."""
 
     aggregation: str = "token_mean"
     fixed_length: int | None = None
@@ -80,9 +146,8 @@ class ActorLoss(_Aggregated):
     kl_cap: float = 0.0
     entropy_coef: float = 0.0  # other than 0, predictions hold an entropy with gradient (`ctx["entropy"]`)
     correction: Correction | None = None  # None: c = 1
-    distill: TeacherDivergence | None = (
-        None  # with it, predicted log-probs are [T, 1 + K], the first of the sampled token
-    )
+    distill: TeacherDivergence | None = None
+    """With it, predicted log-probs are [T, 1 + K], the first of the sampled token."""
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         log_probs = predictions["log_probs"]
@@ -129,7 +194,7 @@ class ActorLoss(_Aggregated):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticLoss(_Aggregated):
-    """`sum_t w_t l_t` of `value.value_loss`, aggregated as the actor's.
+    """`sum_t w_t l_t` of `value_loss`, aggregated as the actor's.
 
     Reports, as means over tokens: critic/value, critic/clip_fraction, and what `explained_variance` makes one of:
     critic/returns, critic/returns_squared, critic/error, critic/error_squared.

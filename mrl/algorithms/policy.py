@@ -4,19 +4,42 @@ Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 
 Two choices that combine freely. The *ratio* `r` between the policy and the one that sampled (as the trainer computes
 both): of the token or of its sequence. The *objective*: clipped, CISPO, or the plain policy gradient.
+
+Importance correction is here, too: sampler and trainer, with the same weights, give slightly different probabilities.
+With `c = p_trainer / p_rollout` of a token, or the product of `c` over a sequence's trained tokens at each of them, and
+a `cap` (and a `floor`), the policy's loss of a token is multiplied by
+
+    truncate    min(c, cap)                          TIS (Yao 2025, "Your Efficient RL Framework Secretly Brings You
+                                                     Off-Policy RL Training")
+    mask        c where floor <= c <= cap, else 0    MIS (Liu and Li 2025, "When Speed Kills Stability"), with a floor
+                                                     IcePop (Ling team 2025)
+
+A token with weight 0 still counts in the denominator: the estimate is a mean over all sampled tokens. To leave
+rejected sequences out of the mean as well, put the weights into the loss mask before the mini-batch is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
+
+MAX_LOG_RATIO = 20.0
+
+
+def clamped_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamps `log p - log q` to -20 and 20, without gradient beyond.
+
+    In fp32 exp(89) is infinite. If a clip or a mask then takes the infinity out of a loss, its gradient is 0 * inf, not
+    a number. verl has the same bound (trainer/ppo/core_algos.py, compute_policy_loss and kl_penalty_forward), and so
+    has OpenRLHF (openrlhf/models/loss.py, PolicyLoss). A token e^20 times likelier is far outside every clip.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +60,7 @@ class PolicyLoss(NamedTuple):
 
 # -- ratios ------------------------------------------------------------------------------------------------------------
 # log_probs_T: [T] with gradient; old_log_probs_T: [T]; both finite, and equal (as 0 is) where nothing trains. No ratio
-# is beyond exp(-20) to exp(20): see `log_ratio.clamped_log_ratio`.
+# is beyond exp(-20) to exp(20): see `clamped_log_ratio`.
 
 
 def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -128,3 +151,54 @@ def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) 
     trained_T = mask_T != 0
     gaps = clamped_log_ratio(log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()
     return float(gaps.max().exp()) if gaps.numel() else 1.0
+
+
+# -- importance correction ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """The weighting of the policy's loss; floor is for `mask` alone."""
+
+    mode: Literal["truncate", "mask"]
+    level: Literal["token", "sequence"] = "token"
+    cap: float = 2.0
+    floor: float = 0.0
+
+
+class CorrectionWeights(NamedTuple):
+    """The weights that correct for the sampler's probabilities."""
+
+    weight_T: Tensor  # [T], without gradient
+    limited_T: Tensor  # [T] bool, where the ratio itself was not used
+
+
+def importance_weights(
+    trainer_log_probs_T: Tensor,
+    rollout_log_probs_T: Tensor,
+    mask_T: Tensor,
+    lengths_S: Tensor,
+    *,
+    correction: Correction,
+) -> CorrectionWeights:
+    """Returns the weights of the table above; 1 outside the mask at the token level.
+
+    trainer_log_probs_T: of the weights that sampled, before any update ("old"). rollout_log_probs_T: as the sampler
+    gave them, of the distribution it sampled from. Whatever outside the mask.
+    """
+    gap_T = (trainer_log_probs_T - rollout_log_probs_T).detach().masked_fill(mask_T == 0, 0.0)
+    if correction.level == "sequence":
+        gap_T = to_tokens(sum_per_sequence(gap_T, lengths_S), lengths_S)
+    ratio_T = clamped_log_ratio(gap_T).exp()
+    if correction.mode == "truncate":
+        return CorrectionWeights(ratio_T.clamp(max=correction.cap), ratio_T > correction.cap)
+    rejected_T = (ratio_T > correction.cap) | (ratio_T < correction.floor)
+    return CorrectionWeights(ratio_T.masked_fill(rejected_T, 0.0), rejected_T)
+
+
+def effective_samples(mean: float, mean_of_squares: float) -> float:
+    """Returns the effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2), from 0 to 1.
+
+    Kong (1992), "A note on importance sampling using standardized weights".
+    """
+    return mean * mean / mean_of_squares if mean_of_squares else 0.0

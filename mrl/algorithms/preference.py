@@ -120,9 +120,8 @@ class Loss:
     """One of the losses: what it measures of an answer, and what it makes of a pair's difference of that."""
 
     score: Callable[[Answers, LossSettings], Tensor]  # [S]
-    of_margin: (
-        Callable[[Tensor, LossSettings], Tensor] | None
-    )  # of chosen less rejected [N]; None: of single answers, kto
+    of_margin: Callable[[Tensor, LossSettings], Tensor] | None
+    """Of chosen less rejected [N]; None: of single answers, kto."""
     reward: Callable[[Answers, LossSettings], Tensor]  # [S], what metrics call the reward, before the factor beta
 
 
@@ -194,29 +193,24 @@ class PreferenceLoss:
 def _answers(data: Batch, log_probs_T: Tensor) -> Answers:
     mask_T = data.loss_mask
     assert log_probs_T.shape == mask_T.shape, f"log_probs {tuple(log_probs_T.shape)}, mask {tuple(mask_T.shape)}"
-    chosen_S = data.sequence_fields[CHOSEN].bool()
     sums_S = answer_log_probs(data, log_probs_T)
-    reference_S = data.sequence_fields[REFERENCE].double() if REFERENCE in data.sequence_fields else None
-    return Answers(
-        sums_S,
-        torch.zeros_like(sums_S) if reference_S is None else reference_S,
-        sum_per_sequence((mask_T != 0).double(), data.lengths),
-        chosen_S,
-    )
+    reference_S = data.sequence_fields.get(REFERENCE, torch.zeros_like(sums_S)).double()
+    tokens_S = sum_per_sequence((mask_T != 0).double(), data.lengths)
+    return Answers(sums_S, reference_S, tokens_S, data.sequence_fields[CHOSEN].bool())
 
 
 def answer_weights(data: Batch) -> Tensor:
     """Returns [S] float64: the weight of each answer."""
-    if WEIGHT in data.sequence_fields:
-        return data.sequence_fields[WEIGHT].double()
-    return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
+    return _field_or_ones(data, WEIGHT)
 
 
 def is_paired_S(data: Batch) -> Tensor:
     """Returns [S] float64: 1 for each answer of a pair, 0 for a single one."""
-    if OF_PAIR in data.sequence_fields:
-        return data.sequence_fields[OF_PAIR].double()
-    return torch.ones(data.num_sequences, dtype=torch.float64, device=data.lengths.device)
+    return _field_or_ones(data, OF_PAIR)
+
+
+def _field_or_ones(data: Batch, name: str) -> Tensor:
+    return data.sequence_fields.get(name, torch.ones_like(data.lengths)).double()
 
 
 def answer_log_probs(data: Batch, log_probs_T: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.log_ratio import clamped_log_ratio
+from mrl.algorithms.policy import clamped_log_ratio
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 from mrl.batch import Batch
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.algorithms.preference import with_reference
+from mrl.algorithms.recipes import check_algorithm
 from mrl.algorithms.sft import sft_loss
 from mrl.check import reference
 from mrl.check.command import CommandCheck, Subject

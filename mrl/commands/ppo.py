@@ -96,7 +96,7 @@ class PPO(TrainingCommand[PPOConfig]):
         ]  # fmt: skip
 
     def needed(self, config: PPOConfig) -> Sequence[str]:
-        from mrl.algorithms.configured import check_algorithm  # it imports torch
+        from mrl.algorithms.recipes import check_algorithm  # it imports torch
 
         return roles_of(config, check_algorithm(config))
 
@@ -182,8 +182,7 @@ class PPO(TrainingCommand[PPOConfig]):
             check_rewards(config.rewards, first)
 
     def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-        from mrl.algorithms.configured import configured_recipe
-        from mrl.algorithms.recipes import in_words
+        from mrl.algorithms.recipes import configured_recipe, in_words
 
         train, per_iteration = config.train, config.steps_per_iteration
         lines = [
@@ -225,7 +224,7 @@ class PPO(TrainingCommand[PPOConfig]):
         return dataclasses.replace(made, head="value") if part.role == "reward" else made
 
     def phases(self, config: PPOConfig) -> Phases:
-        from mrl.algorithms.configured import configured_recipe
+        from mrl.algorithms.recipes import configured_recipe
 
         recipe, rollout, size = (
             configured_recipe(config.algorithm, async_level=config.rollout.async_level),

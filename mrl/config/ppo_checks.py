@@ -1,6 +1,6 @@
 """Checks of the keys of `mrl ppo` against each other: pure arithmetic, before any process starts.
 
-`mrl.algorithms.configured` checks keys that depend on the algorithm, such as the critic's.
+`mrl.algorithms.recipes` checks keys that depend on the algorithm, such as the critic's.
 """
 
 from __future__ import annotations

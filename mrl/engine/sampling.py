@@ -37,7 +37,7 @@ from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard, gathered
 from mrl.engine.splitmix import GAMMA, WORD, mix_in_place, mix_int, to_int64
-from mrl.kernels import draw, operators
+from mrl.kernels import head, operators
 from mrl.ops.devices import tensor_on
 
 _CANDIDATES = 128
@@ -202,7 +202,7 @@ def choose_among(
         z, temperature = _scaled(z, temperature), None
     bound, exact = lower_bound(z, rows, shard.group, columns=logits.shape[1], count=count)
     if kernel:
-        part = draw.draw(z, shard.start, rows.noise_keys, rows.random, temperature, bound)
+        part = head.draw(z, shard.start, rows.noise_keys, rows.random, temperature, bound)
     else:
         part = _draw(z, rows, bound, shard.start)
     if shard.group is None or dist.get_world_size(shard.group) == 1:

@@ -4,7 +4,13 @@ mrl/engine/logprobs.py has the formulas, and the torch code for other tensors. A
 in the gradient, and goes through its columns in a fixed order. So a row's numbers depend on no other row, and each run
 gives the same bits. All is computed in fp32 and rounded once.
 
-Dimensions: `C` tokens of a chunk, `V` real columns of the vocabulary on this rank, `K` labels of a token.
+`draw` chooses tokens from logits: noise, argmax and log-probability in one pass. mrl/engine/sampling.py has the
+formulas, and the torch code for other tensors. The operator rounds as that code on a GPU does, step by step, so it
+chooses the same tokens. The log-sum-exp is summed in another order: log-probs differ by a few units in the last place
+of fp32.
+
+Dimensions: `C` tokens of a chunk, `S` sequences, `V` real columns of the vocabulary on this rank, `K` labels of a
+token.
 """
 
 from __future__ import annotations
@@ -43,3 +49,16 @@ head_gradient_ = operators.operator(
 )
 """Writes the gradient of the logits z [C, V] over them. lse, entropy, entropy_grad: [C]. labels, grads: [C, K]
 contiguous; grads are those of the log-probs. The rest: as of `head_sums`."""
+
+
+draw = operators.operator(
+    "draw(Tensor z, int start, Tensor? keys, Tensor? random, Tensor? temperature, Tensor? bound) -> Tensor",
+    _LAUNCHERS,
+    lambda z, *_: z.new_empty(4, z.shape[0], dtype=torch.float64),
+)
+"""Returns [4, S] fp64: the largest score, the global id of its column, the logit there, and the log-sum-exp.
+
+The logit is z [S, V] over the temperature [S] fp32; the score is the logit plus the noise of keys [S] int64 in rows
+where random [S] bool is set, and -inf where the logit is below bound [S] fp32. None: no temperature, no noise, noise in
+all rows, no bound. start: the global id of column 0.
+"""

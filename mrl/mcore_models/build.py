@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from mrl import patches
 from mrl.errors import ConfigError
-from mrl.mcore_models import dispatch, layers, megatron_fields, megatron_needs, mtp, platform
+from mrl.mcore_models import dispatch, layers, megatron_fields, megatron_needs, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
-from mrl.mcore_models.head import LanguageHead, ValueHead
-from mrl.mcore_models.layout import check_layout
-from mrl.mcore_models.recompute import recompute_modules
+from mrl.mcore_models.head import LanguageHead, MTPLayerInputs, ValueHead, mtp_block_spec
+from mrl.mcore_models.layout import check_layout, recompute_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.ops import devices
 from mrl.parallel import ParallelDims, stage_layers
@@ -43,7 +42,7 @@ _BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 class Model(GPTModel):
     """Is megatron's GPTModel with our layouts, head and rotary embedding. No other module names GPTModel."""
 
-    mtp_inputs: Sequence[mtp.MTPLayerInputs] = ()
+    mtp_inputs: Sequence[MTPLayerInputs] = ()
     """The inputs of each MTP layer in the forward at hand, set before it; without any, MTP layers are left out."""
     detaches_mtp: bool = False
     """Whether the gradient of their loss stays within them. The head's own part is in the `project` of `mtp_inputs`."""
@@ -168,22 +167,23 @@ def _fusions(
     kernel = devices.has_gpu() and tensor_parallel_layers._grad_accum_fusion_available
     apex = fields["layer_spec"] == "local" and fields["bf16"] and kernel
     turned_here = bool(fields.get("multi_latent_attention")) or layers.rotary_scale(hf.get("rope_scaling")) != 1.0
+
+    def refuse(name: str, why: str, fix: str) -> NoReturn:
+        raise ConfigError(f"{megatron_fields.KEY}.{name}", given[name], why, fix)
+
     if given.get("apply_rope_fusion") and turned_here:
-        why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
-        raise ConfigError(f"{megatron_fields.KEY}.apply_rope_fusion", True, why, fix)
+        why = "is for a model whose rotary embedding transformer-engine's kernel does not have"
+        refuse("apply_rope_fusion", why, "leave it out")
     if given.get("gradient_accumulation_fusion") and saves_to_host:
         why = "needs the weights themselves in the backward pass, and with engine.offload activations it has aliases"
-        raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, "leave out one of them")
+        refuse("gradient_accumulation_fusion", why, "leave out one of them")
     if given.get("gradient_accumulation_fusion") and not te and not tensor_parallel_layers._grad_accum_fusion_available:
         why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
         fix = "install NVIDIA's apex as docs/gpu-install.md says, set engine.layer_spec to te, or leave it out"
-        raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
+        refuse("gradient_accumulation_fusion", why, fix)
     if given.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        why, fix = (
-            "needs DeepEP, which is not installed (docs/gpu-install.md)",
-            "leave it out: experts go by all-to-all",
-        )
-        raise ConfigError(f"{megatron_fields.KEY}.moe_token_dispatcher_type", "flex", why, fix)
+        why = "needs DeepEP, which is not installed (docs/gpu-install.md)"
+        refuse("moe_token_dispatcher_type", why, "leave it out: experts go by all-to-all")
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         # a hook on saved tensors gets an alias of a weight, so the kernel's marks on the weight are lost
@@ -266,7 +266,7 @@ def build_chunks(
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
             model = Model(
                 config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)),
-                mtp_block_spec=mtp.block_spec(layers.mtp_parts(config), chunk.mtp) if chunk.mtp else None,
+                mtp_block_spec=mtp_block_spec(layers.mtp_parts(config), chunk.mtp) if chunk.mtp else None,
                 vocab_size=padded_vocab, max_sequence_length=hf.get("max_position_embeddings") or 0,
                 pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
                 share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._device
+from torch import Tensor
 
 from mrl import patches
-from mrl.mcore_models import activations, dispatch, elementwise
+from mrl.kernels import layers, operators
+from mrl.mcore_models import dispatch, elementwise
 from mrl.mcore_models.platform import hide_what_does_not_load
 from mrl.ops.devices import device, has_gpu
 
@@ -64,7 +66,7 @@ def prepare() -> None:
     dispatch.install()
     if has_gpu():
         theirs: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
-        activations.replace_swiglu(theirs.bias_swiglu_impl, theirs.weighted_bias_swiglu_impl)
+        _replace_swiglu(theirs.bias_swiglu_impl, theirs.weighted_bias_swiglu_impl)
     else:
         _mend_megatron()
     _prepared = True
@@ -279,9 +281,35 @@ def _mend_megatron() -> None:
     )
 
 
+def _replace_swiglu(plain: Callable[..., Any], weighted: Callable[..., Any]) -> None:
+    """Replaces megatron's SwiGLU by one kernel, and by the given functions where the kernel does not fit.
+
+    It does not fit with an option set, nor on a CPU, but for tests of kernels and plans of a GPU (`interpreted` and
+    `planned` of mrl.kernels.operators). megatron's own functions are compiled by torch, again in each run, and round
+    once, at the end. Hugging Face rounds silu as well, and so does the kernel.
+    """
+
+    def fits(x: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> bool:
+        return bias is None and not any(options) and operators.supports(x)
+
+    def swiglu(x: Tensor, bias: Tensor | None = None, *options: Any) -> Tensor:
+        return layers.swiglu(x) if fits(x, bias, options) else plain(x, bias, *options)
+
+    def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *options: Any) -> Tensor:
+        if fits(x, bias, options):
+            return layers.swiglu(x, weights=weights)
+        return weighted(x, bias, weights, *options)
+
+    activations = {"bias_swiglu_impl": swiglu, "weighted_bias_swiglu_impl": weighted_swiglu}
+    for module in ("mlp", "moe.experts", "moe.shared_experts"):  # all that import them
+        path = f"megatron.core.transformer.{module}"
+        here = vars(importlib.import_module(path))
+        patches.replace({f"{path}:{name}": function for name, function in activations.items() if name in here})
+
+
 def _use_cpu_functions() -> None:
     """Replaces megatron's fused GPU functions by functions with few passes over memory (elementwise.py)."""
-    activations.replace_swiglu(elementwise.swiglu, elementwise.weighted_swiglu)
+    _replace_swiglu(elementwise.swiglu, elementwise.weighted_swiglu)
     rope: Any = importlib.import_module(_ROPE)
     apply = rope._apply_rotary_pos_emb_bshd
 

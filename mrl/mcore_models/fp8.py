@@ -177,10 +177,13 @@ def accumulate_gradients(chunk: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes layers compute in bfloat16 inside: decoding has one token of a sequence at a time."""
-    configs = {id(c): c for chunk in chunks for m in chunk.modules() if (c := getattr(m, "config", None)) is not None}
-    held = [(config, config.fp8) for config in configs.values() if getattr(config, "fp8", None)]
-    for config, _ in held:
-        config.fp8 = None
+    held = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "fp8", None):  # modules share a config: it is None for all but the first
+                held.append((config, config.fp8))
+                config.fp8 = None
     try:
         yield
     finally:

@@ -232,8 +232,7 @@ def _sequential(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Ten
     # from the end of DDP's buffer, which is the order in which it gathers
     last_first = list(self.local_experts)[::-1]
     linear = [expert.linear_fc1 for expert in last_first] + [expert.linear_fc2 for expert in last_first]
-    adapted = any(part._forward_hooks for part in linear)  # each adds what its adapter gives
-    if adapted:
+    if any(part._forward_hooks for part in linear):  # each adds what its adapter gives
         return type(self).forward(self, hidden, tokens_per_expert, probs)
     # the hooks of megatron's DDP wait for weights that are being gathered (overlap_param_gather); a call of the experts
     # would run them, and none is called here

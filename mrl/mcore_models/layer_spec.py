@@ -65,18 +65,18 @@ def choose(
     Raises ConfigError if te is wanted and cannot be had. It also does so if transformer-engine is installed and does
     not load: a run that was meant to use it must not train slower in silence.
     """
-    wanted, attention = engine.layer_spec, engine.attention
-    check_attention(attention, wanted)
+    wanted, attention = wanted_spec(engine.layer_spec, engine.attention), engine.attention
+    check_attention(attention, engine.layer_spec)
     gpu = dataclasses.replace(Gpu.here(), switched_off=disabled_switches(attention), by_key=attention != "auto")
     faster = kept != "te" and faster_locally(engine, fields, dims, dtype, lora=lora)
-    if attention != "auto":
-        try:
-            return _chosen("te", fields, dims, dtype, gpu, elsewhere=elsewhere, faster=faster)
-        except ConfigError as error:
-            raise _refused_kernel(attention, error) from error
     if wanted == "auto" and kept == "local" and not _te_keys(engine):
         return LayerSpec("local", "as the checkpoint was trained")
-    return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, faster=faster)
+    try:
+        return _chosen(wanted, fields, dims, dtype, gpu, elsewhere=elsewhere, faster=faster)
+    except ConfigError as error:
+        if attention == "auto":
+            raise
+        raise _refused_kernel(attention, error) from error
 
 
 def _te_keys(engine: EngineConfig) -> list[str]:
@@ -213,8 +213,7 @@ def _as_wanted(absent: str | None, refusal: str | None, slow: str | None, *, els
         known = "by the table of docs/gpu.md some GPU has a kernel of it for this; which one was not tried"
         return LayerSpec("te", f"as configured; {absent}, and a run needs one and transformer-engine: {known}{rules}")
     if absent is not None:
-        lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
-        raise ConfigError(KEY, "te", f"needs {lacks}", "set auto or local, or see docs/gpu.md")
+        raise ConfigError(KEY, "te", f"needs {platform.missing(absent)}", "set auto or local, or see docs/gpu.md")
     return LayerSpec("te", f"as configured{rules}")
 
 

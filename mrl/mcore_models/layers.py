@@ -33,8 +33,8 @@ from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
 from mrl.mcore_models.delta_net import DeltaSubmodules, GatedDeltaNet
+from mrl.mcore_models.head import MTPSubmodules
 from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
-from mrl.mcore_models.mtp import MTPSubmodules
 from mrl.mcore_models.router import Router
 from mrl.ops import devices
 

@@ -120,8 +120,8 @@ def check_spec(given: Given, layer_spec: str, why: str, dtype: torch.dtype, *, e
         if name in LAYER_FIELDS and not (unknown and elsewhere != "local"):
             check_te_layers(f"{KEY}.{name}", value, layer_spec, why)
         if name in KERNEL_FIELDS and absent is not None and not unknown:
-            lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
-            raise ConfigError(f"{KEY}.{name}", value, f"needs {lacks}", "leave it out, or see docs/gpu.md")
+            needed = platform.missing(absent)
+            raise ConfigError(f"{KEY}.{name}", value, f"needs {needed}", "leave it out, or see docs/gpu.md")
 
 
 def _check_ways(given: Given, dims: ParallelDims) -> None:

@@ -30,6 +30,11 @@ def is_broken_package(why: str | None) -> bool:
     return why not in (None, NO_GPU, ABSENT)
 
 
+def missing(absent: str) -> str:
+    """Returns what is needed and not there, behind "needs". absent: of `without_transformer_engine`."""
+    return "a GPU, and torch sees none" if absent == NO_GPU else f"transformer-engine, which {absent}"
+
+
 def hide_what_does_not_load() -> None:
     """Hides transformer-engine and apex from megatron-core unless they are used. Call it before megatron-core is
     imported.

@@ -1,4 +1,4 @@
-"""Bytes that every rank holds in each phase of a step."""
+"""Bytes that every rank holds in each phase of a step. Activations of a part on backend fsdp are not planned."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from mrl.algorithms.distill import TEACHER, DistillLoss
 from mrl.config.command import Phase, Phases
 from mrl.config.schema import EngineConfig, RoleConfig
+from mrl.engine.fsdp import precision
+from mrl.engine.fsdp.shapes import shapes_of
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.chunk_run import DistillIds
-from mrl.engine.megatron.meta import ChunkFigures, RankFigures
+from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.engine.peak_bytes import PeakBytes
 from mrl.engine.sampling import SamplingParams, SamplingRows, choose_among
 from mrl.errors import ConfigError, quoted
@@ -23,7 +25,7 @@ from mrl.kernels import operators
 from mrl.mcore_models import userbuffers
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
-from mrl.plan import schedule, sharded
+from mrl.plan import schedule
 from mrl.plan.gpus import GPU
 from mrl.weights.families import family_for
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
@@ -88,40 +90,35 @@ def plan_role(
     """Builds and runs the role's model, once for each stage that differs from those before it. On backend fsdp it is
     built alone: what its passes take is not known. known: what chunks took so far, in any layout."""
     if config.engine.backend == "fsdp":
-        trains = config.optimizer is not None
-        forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
-        stages = (sharded.figures(config, dims),) if trains else ()
-        gathered = sharded.bytes_over_a_mini_batch(config, dims, gpu.memory)
+        forward = (sharded_figures(dataclasses.replace(config, optimizer=None), dims),)
+        stages = (sharded_figures(config, dims),) if config.optimizer is not None else ()
+        gathered = _bytes_over_a_mini_batch(config, dims, gpu.memory)
         return RolePlan(role, model, config, dims, stages, forward, gathered=gathered)
     spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
     given, config = config, _as_experts_multiply(config, spec, gpu.capability)
+    frozen = dataclasses.replace(config, optimizer=None)
     trained: tuple[RankFigures, ...] = ()
     only_forward: tuple[RankFigures, ...] = ()
     sampling: tuple[RankFigures, ...] = ()
     for phase in phases.phases:
         if phase.role != role:
             continue
-        sequences = phase.sequences // phase.steps
+        lengths = micro_batches(config, dims, phase.sequences // phase.steps, longest).lengths
         if phase.kind == "train":
-            lengths = micro_batches(config, dims, sequences, longest).lengths
             trained = _stages(
                 config, dims, lengths, spec, known, entropy=phases.entropy if config.head == "lm" else "none",
                 ids=_ids(phase, config), kernels=gpu.kernels,
             )  # fmt: skip
         elif phase.kind == "forward":
-            lengths = micro_batches(config, dims, sequences, longest).lengths
             if not only_forward or phase.distill is not None:  # the pass that takes more
-                frozen = dataclasses.replace(config, optimizer=None)
                 ids = _ids(phase, config)
                 only_forward = _stages(frozen, dims, lengths, spec, known, ids=ids, kernels=gpu.kernels)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
-            layers = dataclasses.replace(
-                config, optimizer=None, head="value", engine=without_padding_and_graphs(config)
-            )
+            layers = dataclasses.replace(frozen, head="value", engine=without_padding_and_graphs(config))
             # without kernels: the decoder computes experts by torch, which keeps more than the kernels of training
             sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
-        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
+        only_forward = _stages(frozen, dims, (), spec, known)
     # graphs refuse pp above 1 (mcore_models/graph_limits.py)
     pool = _graph_pool(trained[0], config, spec) if trained and config.engine.cuda_graphs else 0
     return RolePlan(
@@ -262,14 +259,14 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
     if phase.kind != "sample":
         weights += plan.gathered
         if plan.config.engine.fsdp.defer_sync:  # of a mini-batch, whole
-            gradients = 4 * sharded.trained_elements(plan.config)
+            gradients = 4 * _trained_elements(plan.config)
     if phase.kind == "sample":
         if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
             return MemoryUse(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
         if phase.engine_fraction:
             return MemoryUse(phase.name, stage, plan.graph_pool, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
         if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
-            weights += sharded.gathered_bytes(plan.config)
+            weights += _gathered_bytes(plan.config)
         cache = _cache_bytes(phase, plan, stage)
         return MemoryUse(phase.name, stage, weights, 0, 0, _sampling(phase, plan, stage), cache, 0)
     activations = _activations(phase, plan, stage, longest)
@@ -338,7 +335,7 @@ def _choice_bytes(phase: Phase, plan: RolePlan) -> int:
 def _model_bytes(config: RoleConfig) -> int:
     """Returns bytes of the whole model in its compute dtype."""
     if config.engine.backend == "fsdp":
-        return sharded.gathered_bytes(config)
+        return _gathered_bytes(config)
     dense, experts, _ = parameters_of(read_hf_config(config.model.path), "lm")
     return (dense + experts) * DTYPES[config.model.dtype].itemsize
 
@@ -364,3 +361,44 @@ def _cache_bytes(phase: Phase, plan: RolePlan, stage: int) -> int:
 def _rows(phase: Phase, plan: RolePlan) -> int:
     """Returns the sequences of a replica that samples."""
     return math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp))
+
+
+# -- a part on backend fsdp: weights, gradients and moments, exactly ---------------------------------------------------
+
+
+def sharded_figures(config: RoleConfig, dims: ParallelDims) -> RankFigures:
+    """Returns what a rank holds; `chunks` is empty, as nothing is run.
+
+    Weights that train are fp32, their own masters. A copy of the model lies on world_size / replicate ranks.
+    """
+    shapes, buffers = shapes_of(config)
+    copies = config.engine.fsdp.replicate
+    ranks = dims.world_size // copies
+    trained = [shape for shape in shapes if shape.trains]
+    elements = sum(shape.held(ranks) for shape in trained)
+    frozen = sum(shape.held(ranks) * shape.itemsize for shape in shapes if not shape.trains)
+    updated = tuple(sum(shape.updated(ranks, rank) for shape in trained) for rank in range(ranks)) * copies
+    layers = tuple(range(read_hf_config(config.model.path).get("num_hidden_layers") or 1))
+    return RankFigures(
+        coords=dims.coordinates(0), parameters=frozen + 4 * elements, trained_parameters=elements, buffers=buffers,
+        grad_buffers=(Buffer(False, ranks, elements, 4, updated),) if trained else (), chunks=(), layers=(layers,),
+        dtype_bytes=DTYPES[config.model.dtype].itemsize,
+    )  # fmt: skip
+
+
+def _gathered_bytes(config: RoleConfig) -> int:
+    """Returns bytes of the whole model in the dtypes that it computes in."""
+    return sum(shape.held(1) * shape.gathered for shape in shapes_of(config)[0])
+
+
+def _bytes_over_a_mini_batch(config: RoleConfig, dims: ParallelDims, gpu_memory: int) -> int:
+    """Returns bytes of the weights that stay gathered over a mini-batch; 0 if blocks are gathered one at a time."""
+    gathered, shards = _gathered_bytes(config), dims.world_size // config.engine.fsdp.replicate
+    if config.engine.fsdp.defer_sync or precision.stays_gathered(gathered, shards, gpu_memory):
+        return gathered
+    return 0
+
+
+def _trained_elements(config: RoleConfig) -> int:
+    """Returns the elements of the whole model that train."""
+    return sum(shape.held(1) for shape in shapes_of(config)[0] if shape.trains)

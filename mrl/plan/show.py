@@ -175,9 +175,8 @@ def _notes(plan: Plan) -> Iterator[str]:
 def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yields rows with aligned columns, the first to the left."""
     rows = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        first, *others = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join([first, *others]).rstrip()
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        yield "  ".join(cells).rstrip()

@@ -55,7 +55,7 @@ def length(prompt: Prompt, completion: str, row: Row, options: LengthReward) -> 
     """Returns 1 if minimum <= n <= maximum; outside 1 - distance / slack, at least 0.
 
     n counts characters or words of the text. Tokens are not offered: a reward sees text, and the punishment of overlong
-    completions in tokens is the algorithm's (`mrl.algorithms.shaping`).
+    completions in tokens is the algorithm's (`mrl.algorithms.advantages`).
     """
     n = len(completion) if options.unit == "characters" else len(completion.split())
     distance = max(options.minimum - n, 0 if options.maximum is None else n - options.maximum, 0)

@@ -76,6 +76,21 @@ def groups(draw) -> tuple[list[float], list[int]]:
     return rewards, draw(st.lists(st.sampled_from([7, 0, 3, 100]), min_size=size, max_size=size))
 
 
+def in_micro_batches(loss, batch: Batch, predictions: dict, denominator: str, parts=None, **ctx):
+    """(mean loss, metrics) of micro-batches of the sequences `parts`, as an engine makes them; one of all by default."""
+    total, metrics, starts = 0.0, {}, batch.cu_seqlens.tolist()
+    for part in parts or [range(batch.num_sequences)]:
+        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part])
+        summed, found = loss(
+            batch.select(list(part)), {name: given[at] for name, given in predictions.items()}, dict(ctx)
+        )
+        assert found.items() >= ctx.items()
+        total = total + summed / batch.denominators[denominator]
+        for name, value in found["metrics"].items():
+            metrics[name] = metrics.get(name, 0.0) + float(value) / batch.denominators[denominator]
+    return total, metrics
+
+
 def flat(rows) -> Tensor:
     """[T] float64."""
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)

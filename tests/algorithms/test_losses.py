@@ -4,6 +4,12 @@ What is divided, by what: here as in an engine, the sums of all micro-batches ov
 
 Traps 18 (a model in train mode) and 19 (a temperature forgotten) cannot occur in these functions: they see neither a model
 nor logits, and only compare log-probs with each other. Trap 20 (logits written to) is here: nothing that comes in is.
+
+The aggregates of PPO, GRPO and Dr. GRPO, written as means over lists, against weights and a denominator.
+
+Traps 5 (a mean of means) and 7 (length instead of mask).
+
+The critic's loss against its equation, explained variance against its definition.
 """
 
 from __future__ import annotations
@@ -17,13 +23,107 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mrl.algorithms.correction import Correction
 from mrl.algorithms.kl import KL_ESTIMATORS
-from mrl.algorithms.losses import ActorLoss, CriticLoss
-from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
+from mrl.algorithms.losses import DENOMINATORS, ActorLoss, CriticLoss, explained_variance, token_weights, value_loss
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, Correction
 from mrl.batch import Batch, make_batch
-from tests.algorithms import test_aggregation, test_correction, test_kl, test_policy, test_value
-from tests.algorithms.sequences import Ragged, close, examples, flat, ragged
+from tests.algorithms.sequences import Ragged, close, examples, flat, in_micro_batches, ragged
+from tests.algorithms.test_kl import oracle as kl_oracle
+from tests.algorithms.test_policy import CLIPS, CORRECTIONS, cispo_oracle, clip_oracle, ratio_oracle, weight_oracle
+
+LONGEST = 11
+
+
+def aggregate(name, losses, masks):
+    """The aggregate of a whole mini-batch."""
+    trained = [[x for x, m in zip(*rows, strict=True) if m] for rows in zip(losses, masks, strict=True)]
+    trained = [row for row in trained if row]
+    if name == "token_mean":
+        return sum(map(sum, trained)) / sum(map(len, trained))
+    if name == "sequence_mean":
+        return sum(sum(row) / len(row) for row in trained) / len(trained)
+    return sum(sum(row) / LONGEST for row in trained) / len(trained)
+
+
+@pytest.mark.parametrize("name", DENOMINATORS)
+@examples
+@given(case=ragged())
+def test_traps_5_and_7_sum_over_any_split_is_the_aggregate(name, case):
+    losses = case.rows(-1, 1)
+    batch = case.batch(loss=losses)
+    total = 0.0
+    for part in case.split():
+        micro = batch.select(part)
+        weights_T = token_weights(name, micro.loss_mask.double(), micro.lengths, fixed_length=LONGEST)
+        assert not weights_T[micro.loss_mask == 0].any()
+        total += float((micro.token_fields["loss"] * weights_T).sum()) / micro.denominators[DENOMINATORS[name]]
+    assert total == pytest.approx(aggregate(name, losses, case.masks), rel=1e-9, abs=1e-9)
+
+
+NUMBERS = st.floats(-2, 2)
+
+
+def value_oracle(v, old, r, clip):
+    """(loss, d loss / d v, clipped): 1/2 max((V - R)^2, (V_old + clip(V - V_old) - R)^2)."""
+    plain = (v - r) ** 2
+    if not clip:
+        return plain / 2, v - r, False
+    near = old + min(max(v - old, -clip), clip)
+    if (near - r) ** 2 > plain:
+        return (near - r) ** 2 / 2, (near - r) if abs(v - old) < clip else 0.0, True
+    return plain / 2, v - r, False
+
+
+@examples
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8), st.sampled_from([0.0, 0.2, 0.5]))
+def test_value_loss(tokens, clip):
+    values, old, returns = zip(*tokens, strict=True)
+    for v, o, r in tokens:  # no finite slope at a kink, no certain winner at a tie
+        near = o + min(max(v - o, -clip), clip)
+        assume(abs(abs(v - o) - clip) > 1e-6 and (near == v or abs((near - r) ** 2 - (v - r) ** 2) > 1e-9))
+    values_T = flat([values]).requires_grad_()
+    got = value_loss(values_T, flat([old]), flat([returns]), clip=clip)
+    got.loss_T.sum().backward()
+    expected = [value_oracle(*token, clip) for token in tokens]
+    assert close(got.loss_T, [loss for loss, _, _ in expected])
+    assert close(values_T.grad, [slope for _, slope, _ in expected])
+    assert got.clipped_T.tolist() == [clipped for _, _, clipped in expected]
+
+
+def test_the_first_update_is_not_clipped():
+    values_T = torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)
+    got = value_loss(values_T, values_T.detach(), torch.tensor([1.0, 1.0], dtype=torch.float64), clip=0.2)
+    got.loss_T.sum().backward()
+    assert close(values_T.grad, [-0.7, -2.0]) and not got.clipped_T.any()
+
+
+def mean(xs):
+    xs = list(xs)
+    return sum(xs) / len(xs)
+
+
+@examples
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=10))
+def test_explained_variance(pairs):
+    returns, errors = [r for r, _ in pairs], [r - v for r, v in pairs]
+    variance = mean((r - mean(returns)) ** 2 for r in returns)
+    assume(variance > 1e-6)
+    expected = 1 - mean((e - mean(errors)) ** 2 for e in errors) / variance
+    got = explained_variance(
+        returns=mean(returns),
+        returns_squared=mean(r * r for r in returns),
+        error=mean(errors),
+        error_squared=mean(e * e for e in errors),
+    )
+    assert got == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
+def test_equal_returns_leave_nothing_to_explain(value):
+    xs = [value] * 7
+    got = explained_variance(returns=mean(xs), returns_squared=mean(x * x for x in xs), error=0.5, error_squared=0.9)
+    assert got == 0.0
+
 
 ROWS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "entropy")
 
@@ -31,19 +131,19 @@ actor_losses = st.builds(
     ActorLoss,
     objective=st.sampled_from(["clip", "cispo", "policy_gradient"]),
     ratio=st.sampled_from(["token", "sequence", "sequence_token"]),
-    clip=test_policy.CLIPS,
+    clip=CLIPS,
     aggregation=st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]),
-    fixed_length=st.just(test_aggregation.LONGEST),
+    fixed_length=st.just(LONGEST),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     kl_cap=st.sampled_from([0.0, 0.3]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
-    correction=st.sampled_from([None, *test_correction.CORRECTIONS]),
+    correction=st.sampled_from([None, *CORRECTIONS]),
 )
 critic_losses = st.builds(
     CriticLoss,
     aggregation=st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]),
-    fixed_length=st.just(test_aggregation.LONGEST),
+    fixed_length=st.just(LONGEST),
     value_clip=st.sampled_from([0.0, 0.2]),
 )
 
@@ -57,19 +157,10 @@ def actor_rows(case: Ragged) -> dict:
 
 def run(loss, case: Ragged, rows: dict, predicted: str, parts=None):
     """(mean loss, its gradient [T], metrics) from micro-batches as an engine makes them; one of all by default."""
-    batch = case.batch(**rows)
     leaves = {name: flat(rows[name]).requires_grad_() for name in (predicted, "entropy") if name in rows}
-    starts = batch.cu_seqlens.tolist()
-    total, metrics = 0.0, {}
-    for part in parts or [list(range(batch.num_sequences))]:
-        at = torch.tensor([t for i in part for t in range(starts[i], starts[i + 1])])
-        loss_sum, ctx = loss(batch.select(part), {name: leaf[at] for name, leaf in leaves.items()}, {"kept": 1})
-        assert ctx["kept"] == 1
-        (loss_sum / batch.denominators[loss.denominator]).backward()
-        total += float(loss_sum.detach()) / batch.denominators[loss.denominator]
-        for name, value in ctx["metrics"].items():
-            metrics[name] = metrics.get(name, 0.0) + float(value) / batch.denominators[loss.denominator]
-    return total, leaves[predicted].grad, metrics
+    total, metrics = in_micro_batches(loss, case.batch(**rows), leaves, loss.denominator, parts, kept=1)
+    total.backward()
+    return float(total.detach()), leaves[predicted].grad, metrics
 
 
 def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
@@ -77,31 +168,31 @@ def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
     result = []
     for i, mask in enumerate(case.masks):
         row = {name: rows[name][i] for name in ROWS}
-        ratios = test_policy.ratio_oracle(loss.ratio, row["log_probs"], row["old_log_probs"], mask)
+        ratios = ratio_oracle(loss.ratio, row["log_probs"], row["old_log_probs"], mask)
         weights = [1.0] * len(mask)
         if loss.correction:
-            weights = test_correction.oracle(row["old_log_probs"], row["rollout_log_probs"], mask, loss.correction)
+            weights = weight_oracle(row["old_log_probs"], row["rollout_log_probs"], mask, loss.correction)
         tokens = []
         for t, r in enumerate(ratios):
             x, a, old, ref = (row[k][t] for k in ("log_probs", "advantages", "old_log_probs", "ref_log_probs"))
             policy = {
-                "clip": lambda r=r, a=a: test_policy.clip_oracle(r, a, loss.clip)[0],
-                "cispo": lambda r=r, a=a, x=x: test_policy.cispo_oracle(r, a, loss.clip, x)[0],
+                "clip": lambda r=r, a=a: clip_oracle(r, a, loss.clip)[0],
+                "cispo": lambda r=r, a=a, x=x: cispo_oracle(r, a, loss.clip, x)[0],
                 "policy_gradient": lambda a=a, x=x: -a * x,
             }[loss.objective]()
             clipped = {
-                "clip": test_policy.clip_oracle(r, a, loss.clip)[1] == 0.0,
+                "clip": clip_oracle(r, a, loss.clip)[1] == 0.0,
                 "cispo": not 1 - loss.clip.low <= r <= 1 + loss.clip.high,
                 "policy_gradient": False,
             }[loss.objective]
-            kl = test_kl.oracle(loss.kl_estimator, x, ref)
+            kl = kl_oracle(loss.kl_estimator, x, ref)
             tokens.append(
                 {
                     "loss": weights[t] * policy
                     + loss.kl_coef * (min(kl, loss.kl_cap) if loss.kl_cap else kl)
                     - loss.entropy_coef * row["entropy"][t],
                     "actor/ratio": r,
-                    "actor/kl": test_kl.oracle("k3", x, ref),
+                    "actor/kl": kl_oracle("k3", x, ref),
                     "actor/approx_kl": math.exp(x - old) - 1 - (x - old),
                     "actor/entropy": row["entropy"][t],
                     "actor/importance_weight": weights[t],
@@ -126,12 +217,12 @@ def test_traps_5_and_6_actor_loss_and_metrics_however_split(case, loss):
     rows = actor_rows(case)
     whole, split = run(loss, case, rows, "log_probs"), run(loss, case, rows, "log_probs", case.split())
     tokens = tokens_of(loss, case, rows)
-    expected = test_aggregation.oracle(loss.aggregation, column(tokens, "loss"), case.masks)
+    expected = aggregate(loss.aggregation, column(tokens, "loss"), case.masks)
     for total, gradient, metrics in (whole, split):
         assert total == pytest.approx(expected, rel=1e-9, abs=1e-9)
         assert torch.allclose(gradient, whole[1], rtol=1e-12, atol=1e-12)
         for name in set(tokens[0][0]) & set(metrics):
-            mean = test_aggregation.oracle("token_mean", column(tokens, name), case.masks)
+            mean = aggregate("token_mean", column(tokens, name), case.masks)
             assert metrics[name] == pytest.approx(mean, rel=1e-9, abs=1e-9), name
         assert metrics.keys() == whole[2].keys()
     of_correction = {f"actor/importance_{name}" for name in ("weight", "limited", "squared")}
@@ -147,7 +238,7 @@ def test_actor_gradient_is_the_slope_of_the_oracle(case, loss):
     ratios = column(tokens_of(loss, case, rows), "actor/ratio")
     assume(all(abs(r - kink) > 1e-3 for row in ratios for r in row for kink in kinks(loss.clip)))
     log_ratios_T = flat(rows["log_probs"]) - flat(rows["ref_log_probs"])
-    kls = [test_kl.oracle(loss.kl_estimator, d, 0.0) for d in log_ratios_T.tolist()]
+    kls = [kl_oracle(loss.kl_estimator, d, 0.0) for d in log_ratios_T.tolist()]
     assume(not loss.kl_cap or all(abs(kl - loss.kl_cap) > 1e-3 for kl in kls))
     gradient, step, at = run(loss, case, rows, "log_probs")[1], 1e-5, 0
 
@@ -155,7 +246,7 @@ def test_actor_gradient_is_the_slope_of_the_oracle(case, loss):
         moved = [list(row) for row in rows["log_probs"]]
         moved[i][t] += shift
         tokens = tokens_of(loss, case, rows | {"log_probs": moved})
-        return test_aggregation.oracle(loss.aggregation, column(tokens, "loss"), case.masks)
+        return aggregate(loss.aggregation, column(tokens, "loss"), case.masks)
 
     for i, mask in enumerate(case.masks):
         for t in range(len(mask)):
@@ -192,13 +283,13 @@ def test_trap_5_the_critic_is_divided_as_the_actor_is(case, loss):
     rows = {name: case.rows(-1, 1) for name in ("values", "old_values", "returns")}
     whole, split = run(loss, case, rows, "values"), run(loss, case, rows, "values", case.split())
     of_row = [list(zip(*(rows[name][i] for name in rows), strict=True)) for i in range(len(case.masks))]
-    of_value = [[test_value.oracle(v, old, r, loss.value_clip) for v, old, r in row] for row in of_row]
+    of_value = [[value_oracle(v, old, r, loss.value_clip) for v, old, r in row] for row in of_row]
     losses, clipped = ([[token[i] for token in row] for row in of_value] for i in (0, 2))
-    mean = lambda f: test_aggregation.oracle("token_mean", [[f(*x) for x in row] for row in of_row], case.masks)  # noqa: E731
+    mean = lambda f: aggregate("token_mean", [[f(*x) for x in row] for row in of_row], case.masks)  # noqa: E731
     for total, gradient, metrics in (whole, split):
-        assert total == pytest.approx(test_aggregation.oracle(loss.aggregation, losses, case.masks), abs=1e-9)
+        assert total == pytest.approx(aggregate(loss.aggregation, losses, case.masks), abs=1e-9)
         assert torch.allclose(gradient, whole[1], rtol=1e-12, atol=1e-12)
-        of_clip = test_aggregation.oracle("token_mean", clipped, case.masks)
+        of_clip = aggregate("token_mean", clipped, case.masks)
         assert metrics["critic/clip_fraction"] == pytest.approx(of_clip, abs=1e-9)
         assert metrics["critic/value"] == pytest.approx(mean(lambda v, old, r: v), abs=1e-9)
         assert metrics["critic/returns"] == pytest.approx(mean(lambda v, old, r: r), abs=1e-9)

@@ -24,6 +24,7 @@ from mrl.algorithms.preference import (
 from mrl.batch import Batch, make_batch
 from mrl.config.dpo import ROWS
 from mrl.data.preferences import with_denominators
+from tests.algorithms.sequences import in_micro_batches
 
 COUNTS = [(2, 3), (1, 3), (4, 1), (1, 1), (3, 2), (2, 2)]  # (prompt, answer) tokens: three pairs
 KL = 0.3
@@ -76,18 +77,10 @@ def by_hand(name: str, n: LossSettings, log_probs: list[list[float]], reference:
     return sum(losses) / len(losses) - n.sft_weight * sum(chosen) / len(chosen)
 
 
-def computed(name: str, n: LossSettings, batch: Batch, log_probs_T: torch.Tensor, parts=((0, 1, 2, 3, 4, 5),)):
-    """The loss and metrics, the batch in micro-batches `parts`: what engines do with sums."""
-    loss, metrics = 0.0, {}
-    starts = batch.cu_seqlens.tolist()
-    for part in parts:
-        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part])
-        fn = PreferenceLoss(name, n)
-        summed, ctx = fn(batch.select(part), {"log_probs": log_probs_T[at]}, {"kl": KL, "temperature": 1.0})
-        loss = loss + summed / batch.denominators[DENOMINATOR]
-        for key, value in ctx["metrics"].items():
-            metrics[key] = metrics.get(key, 0.0) + float(value) / batch.denominators[DENOMINATOR]
-    return loss, metrics
+def computed(name: str, n: LossSettings, batch: Batch, log_probs_T: torch.Tensor, parts=None):
+    """The loss and metrics, the batch in micro-batches `parts`."""
+    given = {"log_probs": log_probs_T}
+    return in_micro_batches(PreferenceLoss(name, n), batch, given, DENOMINATOR, parts, kl=KL, temperature=1.0)
 
 
 CASES = [
@@ -153,7 +146,7 @@ def test_metrics_are_means_weighted_by_rows(name):
         batch = weighted(batch, weights)
     batch = with_denominators(batch, group=1 if name == "kto" else 2)
     flat_T = torch.tensor([x for row in log_probs for x in row], dtype=torch.float64)
-    _, found = computed(name, n, batch, flat_T, (range(batch.num_sequences),))
+    _, found = computed(name, n, batch, flat_T)
     rewards = [0.7 * (a - b) for a, b in zip(lp, reference, strict=True)]
     mean = lambda at, values: sum(weights[i] * values(i) for i in at) / sum(weights[i] for i in at)  # noqa: E731
     tokens = sum(weights[i] * COUNTS[i][1] for i in chosen)
@@ -212,7 +205,7 @@ def test_kto_of_a_batch_with_good_answers_alone():
     batch, log_probs, _ = sequences(1)
     good = with_denominators(batch.select([0, 2, 4]), group=1)
     of = [token for i in (0, 2, 4) for token in log_probs[i]]
-    loss, found = computed("kto", LossSettings(beta=0.6), good, torch.tensor(of), ((0, 1, 2),))
+    loss, found = computed("kto", LossSettings(beta=0.6), good, torch.tensor(of))
     assert math.isfinite(float(loss)) and found["rewards/rejected"] == 0.0
 
 

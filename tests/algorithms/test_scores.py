@@ -15,6 +15,7 @@ import torch
 
 from mrl.algorithms.scores import DENOMINATOR, METRICS, ScoreLoss
 from mrl.data.scored import ScoredRow, ScoredSequence, scored_batch
+from tests.algorithms.sequences import in_micro_batches
 
 PAIRS = [((5, 3), 0.0), ((4, 6), 0.7), ((2, 2), -0.3)]  # tokens of both, margin
 ANSWERS = [(5, {4: 1.5}), (3, {2: -2.0}), (6, {5: 0.0}), (1, {0: 3.0})]  # tokens, place -> grade
@@ -53,15 +54,10 @@ def by_hand(name: str, centering: float, values: list[float]) -> float:
 
 
 def computed(name: str, centering: float, values_T: torch.Tensor, parts=None):
-    """The loss and metrics, the batch in micro-batches of sequences `parts`: what engines do with sums."""
+    """The loss and metrics, the batch in micro-batches of sequences `parts`."""
     batch = scored_batch(rows_of(name), group=2 if name == "bradley_terry" else 1)
-    loss, metrics, starts = 0.0, {}, batch.cu_seqlens.tolist()
-    for part in parts or (tuple(range(batch.num_sequences)),):
-        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part])
-        summed, ctx = ScoreLoss(name, centering)(batch.select(part), {"values": values_T[at]}, {"temperature": 1.0})
-        loss = loss + summed / batch.denominators[DENOMINATOR]
-        for key, value in ctx["metrics"].items():
-            metrics[key] = metrics.get(key, 0.0) + float(value) / batch.denominators[DENOMINATOR]
+    given = {"values": values_T}
+    loss, metrics = in_micro_batches(ScoreLoss(name, centering), batch, given, DENOMINATOR, parts, temperature=1.0)
     assert set(metrics) == set(METRICS[name])
     return loss, metrics
 

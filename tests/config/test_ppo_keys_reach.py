@@ -12,8 +12,7 @@ import re
 
 import pytest
 
-from mrl.algorithms.configured import PARTS, check_algorithm
-from mrl.algorithms.recipes import RECIPES, actor_loss, recipe
+from mrl.algorithms.recipes import PARTS, RECIPES, actor_loss, check_algorithm, recipe
 from mrl.config.keys import walk_keys
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
@@ -111,7 +110,7 @@ IN_OTHER_TESTS = {
 }  # fmt: skip
 """Key -> the file of tests where it is seen."""
 PARTS_OF_RECIPES = {f"algorithm.{part}" for part in PARTS}
-"""tests/algorithms/test_configured.py gives each of them a value."""
+"""tests/algorithms/test_recipes.py gives each of them a value."""
 
 
 @pytest.fixture(scope="module")

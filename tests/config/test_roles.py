@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from mrl.algorithms.configured import configured_recipe
-from mrl.algorithms.recipes import Recipe
+from mrl.algorithms.recipes import Recipe, configured_recipe
 from mrl.commands.ppo import COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig

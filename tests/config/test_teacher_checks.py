@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from mrl.algorithms.configured import check_algorithm
+from mrl.algorithms.recipes import check_algorithm
 from mrl.commands.ppo import COMMAND as PPO
 from mrl.commands.sft import COMMAND
 from mrl.config.ppo import PPOConfig

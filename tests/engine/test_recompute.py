@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig, MoEConfig, RoleConfig
 from mrl.errors import ConfigError
-from mrl.mcore_models.recompute import recompute_modules
+from mrl.mcore_models.layout import recompute_modules
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, loss_fn
 from tests.engine.harness import run_case

@@ -75,7 +75,7 @@ def head() -> None:
 
 
 def draw() -> None:
-    from mrl.kernels.draw import draw
+    from mrl.kernels.head import draw
 
     keys, chosen, wide = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.bool), torch.ones(4)
     draw(torch.zeros(4, 151936, dtype=torch.bfloat16), 0, None, None, None, None)

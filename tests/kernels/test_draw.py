@@ -11,7 +11,7 @@ import torch
 
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.sampling import GREEDY, SamplingParams, SamplingRows, choose, gumbel
-from mrl.kernels import draw, operators
+from mrl.kernels import head, operators
 from tests.engine.harness import run_case
 
 KINDS = [
@@ -24,9 +24,9 @@ KINDS = [
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of columns in a small vocabulary."""
-    from mrl.kernels import draw_launchers
+    from mrl.kernels import head_launchers
 
-    monkeypatch.setattr(draw_launchers, "BLOCK", 128)
+    monkeypatch.setattr(head_launchers, "DRAW_BLOCK", 128)
 
 
 def logits_of(rows, columns, dtype=torch.float32, seed=0):
@@ -90,7 +90,7 @@ def test_one_row_and_none():
 def test_the_largest_noise_is_that_of_torch():
     """Of 2**16 numbers a row. They come from uniform ones near 0, where 1 - w loses digits."""
     _, keys = logits_of(8, 1, seed=3)
-    found, token, *_ = draw.draw(torch.zeros(8, 2**16), 0, keys, None, None, None)
+    found, token, *_ = head.draw(torch.zeros(8, 2**16), 0, keys, None, None, None)
     expected = gumbel(keys, 0, 2**16).max(dim=1)
     assert expected.values.max() > 13 and torch.equal(token.long(), expected.indices)
     torch.testing.assert_close(found.float(), expected.values, rtol=3e-7, atol=0)
@@ -112,9 +112,9 @@ def test_columns_of_minus_infinity_are_never_chosen(small_blocks):
 def test_a_row_is_the_same_alone_and_each_time(small_blocks):
     logits, keys = logits_of(8, 300)
     rows = SamplingRows.of([SamplingParams(0.7)] * 8, keys, logits.device)
-    found = draw.draw(logits, 0, keys, None, rows.temperature, None)
+    found = head.draw(logits, 0, keys, None, rows.temperature, None)
     for i in range(8):
-        own = draw.draw(logits[i : i + 1], 0, keys[i : i + 1], None, rows.temperature[:1], None)
+        own = head.draw(logits[i : i + 1], 0, keys[i : i + 1], None, rows.temperature[:1], None)
         assert torch.equal(own[:, 0], found[:, i])
 
 
@@ -147,7 +147,7 @@ def test_shards():
 
 def test_constants_are_those_of_splitmix():
     from mrl.engine import splitmix
-    from mrl.kernels import draw_launchers as kernel
+    from mrl.kernels import head_launchers as kernel
 
     signed = [splitmix.to_int64(word) for word in (splitmix.GAMMA, splitmix._FIRST, splitmix._SECOND)]
     assert [kernel._GAMMA.value, kernel._FIRST.value, kernel._SECOND.value] == signed

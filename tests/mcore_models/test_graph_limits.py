@@ -54,41 +54,23 @@ def test_keys_that_do_not_go_together(engine, model, said):
         MegatronChecks.check_config(TrainedModelConfig(path="folder", **model), config)
 
 
+EXPERTS, ONE = "needs layers of experts that ask the host for nothing, and ", ParallelDims()
 OF_MODELS = [
-    ("deepseek_v3", {}, GRAPHS + "is not for latent attention"),
-    ("qwen3_5", {}, GRAPHS + "is not for latent attention and gated delta nets"),
-    ("qwen3", {"attention_dropout": 0.1}, GRAPHS + "draws no random numbers, and the model's config.json has a dropout"),
-    ("gpt_oss", {}, GRAPHS + "needs layers of experts that ask the host for nothing, and the model's have biases"),
+    ("deepseek_v3", {}, {}, ONE, "is not for latent attention"),
+    ("qwen3_5", {}, {}, ONE, "is not for latent attention and gated delta nets"),
+    ("qwen3", {"attention_dropout": 0.1}, {}, ONE, "draws no random numbers, and the model's config.json has a dropout"),
+    ("gpt_oss", {}, {}, ONE, EXPERTS + "the model's have biases"),
+    ("qwen3_moe", {}, {"moe": MoEConfig(grouped_mm=False)}, ONE, EXPERTS + "engine.moe.grouped_mm is false"),
+    ("qwen3_moe", {}, {"layer_spec": "te"}, ONE, EXPERTS + "transformer-engine's do (engine.layer_spec is te)"),
+    ("qwen3_moe", {}, {}, ParallelDims(2, tp=2, etp=2, sp=True), EXPERTS + "these are on 2 ranks (engine.parallel.etp is 2); set engine.parallel.etp to 1"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family, changes, said", OF_MODELS)
-def test_models_that_are_not_captured(family, changes, said):
-    refused(said, family, ParallelDims(), **changes)
-
-
-@pytest.mark.parametrize(
-    "engine, dims, why",
-    [
-        ({"moe": MoEConfig(grouped_mm=False)}, ParallelDims(), "engine.moe.grouped_mm is false"),
-        ({"layer_spec": "te"}, ParallelDims(), "transformer-engine's do (engine.layer_spec is te)"),
-        (
-            {},
-            ParallelDims(2, tp=2, etp=2, sp=True),
-            "these are on 2 ranks (engine.parallel.etp is 2); set engine.parallel.etp to 1",
-        ),
-    ],
-)
-def test_experts_whose_counts_go_to_the_host(engine, dims, why):
-    said = GRAPHS + "needs layers of experts that ask the host for nothing, and "
-    refused(said + why, "qwen3_moe", dims, engine)
-
-
-def refused(said, family, dims, engine=None, **changes):
-    config = EngineConfig(micro_batch=PADDED, cuda_graphs=True, **(engine or {}))
-    model = tiny.config_of(family, **changes).to_dict()
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
-        MegatronChecks.check_model(config, dims, model, SEQUENCES)
+@pytest.mark.parametrize("family, changes, engine, dims, said", OF_MODELS)
+def test_models_and_layouts_that_are_not_captured(family, changes, engine, dims, said):
+    config = EngineConfig(micro_batch=PADDED, cuda_graphs=True, **engine)
+    with pytest.raises(ConfigError, match="^" + re.escape(GRAPHS + said)):
+        MegatronChecks.check_model(config, dims, tiny.config_of(family, **changes).to_dict(), SEQUENCES)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ OF_ROLLOUTS = (
         ("            self.launched.drop()", "            pass"),
     ),
     *_of(
-        "algorithms/configured.py",
+        "algorithms/recipes.py",
         f"{AHEAD}metrics_say_how_old_the_weights_are",
         ('parts["correction"] = "truncate"', "pass"),
     ),
@@ -117,8 +117,8 @@ OF_ROLLOUTS = (
         ("not in (None, int(match[1]) - 1)", "not in (None, int(match[1]))"),
     ),
     *_of(
-        "algorithms/correction.py",
-        "algorithms/test_correction.py",
+        "algorithms/policy.py",
+        "algorithms/test_policy.py",
         ("return mean * mean / mean_of_squares", "return mean / mean_of_squares"),
     ),
     *_of(

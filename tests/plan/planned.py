@@ -15,8 +15,7 @@ from mrl.engine.megatron import meta
 from mrl.engine.megatron.chunk_run import DistillIds
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
-from mrl.plan.memory import most_activations
-from mrl.plan.sharded import figures
+from mrl.plan.memory import most_activations, sharded_figures
 from tests.cuda import models, update
 from tests.cuda.cases import Case
 
@@ -49,7 +48,7 @@ def held(case: Case, *, kernels: bool = False) -> list[dict[str, Any]]:
 
 def sharded(config: RoleConfig, world: int) -> list[dict[str, int]]:
     """As `held`, of a part on backend fsdp."""
-    found = figures(config, ParallelDims(world))
+    found = sharded_figures(config, ParallelDims(world))
     return [
         {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer(rank, 0)}
         for rank in range(world)

@@ -1,18 +1,31 @@
-"""Communication and time of an update by hand, from figures of two stages that are given."""
+"""Communication and time of an update by hand, from figures of two stages that are given.
+
+A rank's own groups by arithmetic are those that megatron lists for all ranks.
+
+What tensor parallelism with sequence parallelism sends, by hand.
+
+A layer has two column-parallel and two row-parallel products. Forward: a gather before each of the former, a scatter after
+each of the latter. Backward: the transposes of both, and a gather of each column-parallel input again, for its weight's
+gradient: 6 gathers and 4 scatters. The embedding scatters, and gathers in the backward pass.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import pytest
+from megatron.core import parallel_state
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
+from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures, own_group
 from mrl.engine.megatron.meta_run import Traffic
 from mrl.parallel import ParallelDims
 from mrl.plan.cost import TIED, cost, estimated_times, hop_of, link_of, moved_bytes
 from mrl.plan.gpus import gpu_of
 from mrl.plan.memory import MicroBatches, RolePlan
+from tests.engine import tiny
 
 GPU = gpu_of("h100-80gb,TFLOPS=1,LINK=100,NETWORK=10,HBM=1000")  # round figures
 DIMS = ParallelDims(16, tp=2, pp=2)  # dp 4; stages of 8 ranks, a node each
@@ -109,3 +122,26 @@ def test_the_optimizer_writes_an_fp32_parameter_once():
     plan = RolePlan("", "m", RoleConfig, DIMS, tuple(stages), ())
     took = cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, times=estimated_times(stages, GPU, 0.5)).optimizer_s
     assert took == pytest.approx(2 * 250e6 * 28 / 1e12)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 2, 2), (1, 4, 2, 1), (2, 1, 1, 5)])
+def test_own_group_is_one_of_megatrons(sizes):
+    world = 1
+    for size in sizes:
+        world *= size
+    for mask in itertools.product((True, False), repeat=len(sizes)):
+        listed = parallel_state.generate_masked_orthogonal_rank_groups(world, list(sizes), list(mask))
+        for rank in range(world):
+            assert own_group(rank, sizes, mask) in listed
+            assert rank in own_group(rank, sizes, mask)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gathers_and_scatters_are_counted_by_whole_tensors(planner, tmp_path, tp):
+    folder = tiny.make_model(str(tmp_path), "llama", layers=4, num_attention_heads=4, num_key_value_heads=4)
+    config, tokens, layers = tiny.role(folder, backend="megatron"), 16, 2  # on the first of two stages
+    dims = ParallelDims(2 * tp, tp=tp, pp=2, sp=True)
+    found = planner.call("tests.plan.planned:tensor_parallel_bytes", config, dims, [tokens])
+    whole = tokens * json.loads((tmp_path / "config.json").read_text())["hidden_size"] * 4
+    assert found["all_gather"] == (6 * layers + 1) * whole
+    assert found["reduce_scatter"] == (4 * layers + 1) * whole

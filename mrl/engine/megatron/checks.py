@@ -13,8 +13,7 @@ from mrl.engine.checks import EngineChecks, Sequences
 from mrl.errors import ConfigError, Shown
 from mrl.mcore_models import fp8, graph_limits, layer_spec, megatron_needs, userbuffers
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
-from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit
-from mrl.mcore_models.recompute import recompute_modules
+from mrl.mcore_models.layout import ALIGNMENT, check_layout, expert_sizes, experts_fit, recompute_modules
 from mrl.ops import devices
 from mrl.parallel import ParallelDims, stage_layers
 from mrl.weights.accounting import count_key, num_mtp_layers

@@ -21,7 +21,7 @@ from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
 from mrl.mcore_models import fp8, userbuffers
-from mrl.mcore_models.mtp import MTPLayerInputs
+from mrl.mcore_models.head import MTPLayerInputs
 from mrl.ops import devices
 from mrl.parallel import Coordinates, ParallelDims
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.shaping import groups_with_signal
+from mrl.algorithms.advantages import groups_with_signal
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.errors import DataError, TrainingError, UserError
 from mrl.rewards.scorer import Scores, metrics

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algorithms.advantages import AdvantageInputs
+from mrl.algorithms.advantages import AdvantageInputs, overlong_penalty, token_rewards
 from mrl.algorithms.kl import KLController, kl_estimate
 from mrl.algorithms.ragged import tokens_after_prompt
 from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
-from mrl.algorithms.shaping import overlong_penalty, token_rewards
 from mrl.batch import Batch
 from mrl.data.order import row_order
 from mrl.engine.sampling import noise_key

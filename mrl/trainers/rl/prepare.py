@@ -7,10 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from mrl.algorithms.advantages import ESTIMATORS
+from mrl.algorithms.advantages import ESTIMATORS, groups_with_signal
 from mrl.algorithms.distill import TEACHER_OF
 from mrl.algorithms.recipes import Recipe
-from mrl.algorithms.shaping import groups_with_signal
 from mrl.batch import Batch
 from mrl.config.ppo_checks import REWARD_METRICS, is_rewarded
 from mrl.rollout.base import trajectories_to_batch

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from mrl.algorithms.configured import check_algorithm
+from mrl.algorithms.recipes import check_algorithm
 from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs, sampling_engine

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.algorithms.configured import configured_recipe
+from mrl.algorithms.recipes import configured_recipe
 from mrl.batch import make_batch
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig, RolloutConfig

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mrl.algorithms.configured import check_algorithm
-from mrl.algorithms.recipes import in_words, kl_controller
+from mrl.algorithms.recipes import check_algorithm, in_words, kl_controller
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules

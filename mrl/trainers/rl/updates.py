@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mrl.algorithms.correction import effective_samples
-from mrl.algorithms.losses import ActorLoss, CriticLoss
-from mrl.algorithms.policy import largest_ratio
+from mrl.algorithms.losses import ActorLoss, CriticLoss, explained_variance
+from mrl.algorithms.policy import effective_samples, largest_ratio
 from mrl.algorithms.recipes import actor_loss, critic_loss
-from mrl.algorithms.value import explained_variance
 from mrl.batch import Batch
 from mrl.roles.dispatch import StepResult
 from mrl.trainers.rl import invariants
