@@ -35,13 +35,31 @@ from mrl.data.formats import (
     row_weight,
 )
 from mrl.data.left_out import left_out
-from mrl.data.noted import TrackedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
 from mrl.data.splits import NamedFiles
 from mrl.data.streamed import MAX_INDEX, Cursor, Exchange, Order, StreamedRows, one_process_exchange
 from mrl.data.tokenizer import use_chat_template
 from mrl.data.vision import ImageRow, Vision, check_text_alone
 from mrl.errors import DataError, UserError, show
+
+
+class TrackedRow(dict[str, Any]):
+    """A row whose fields are read by name. `row | {...}` is a row that notes them in the same place."""
+
+    def __init__(self, row: dict[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(row)
+        self.read: set[str] = set() if read is None else read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: Any) -> TrackedRow:  # type: ignore[override]  # rows have one type of key
+        return TrackedRow({**dict(self.items()), **other}, self.read)
 
 
 class LoadedRow(Protocol):

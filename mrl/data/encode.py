@@ -46,7 +46,6 @@ from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common_prefix_length
 from mrl.data.files import BadRow
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
-from mrl.data.messages import empty_turn_error, extra_fields, is_blank
 from mrl.data.tool_calls import fit_arguments
 from mrl.errors import DataError, ModelError
 
@@ -70,6 +69,18 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, or data.chat_template: none took it away, and a conversation needs one; "
     "leave none out, name a Jinja file there, or use the tokenizer of the model's instruct version"
 )
+
+
+KNOWN_FIELDS = ("role", "content", "weight")
+
+
+def extra_fields(message: dict[str, Any]) -> list[str]:
+    """Returns the fields of a message that a template may write beside its content."""
+    return [name for name, value in message.items() if name not in KNOWN_FIELDS and value not in (None, "", [], {})]
+
+
+def is_blank(content: Any) -> bool:
+    return isinstance(content, str) and not content.strip()
 
 
 def check_system(system: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -266,10 +277,11 @@ class Encoder:
         spans = dict(zip(answers, of_answers, strict=True))
         for i, (start, end) in spans.items():
             message = chat.messages[i]
-            if not is_blank(message["content"]) or not extra_fields(message):
-                continue
-            if self._says_nothing(ids[start:end]):
-                raise empty_turn_error(f"messages[{i}]", message)
+            fields = extra_fields(message)
+            if fields and is_blank(message["content"]) and self._says_nothing(ids[start:end]):
+                why = f"the chat template leaves out {' and '.join(fields)}, and only the turn's end is left"
+                fix = "name a template that writes it in data.chat_template, or remove the row"
+                raise DataError(f"messages[{i}]", why=why, fix=fix)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def _ended(self, chat: Chat, ids: list[int]) -> list[int]:

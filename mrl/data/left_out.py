@@ -7,15 +7,17 @@ template's text instead: `enable_thinking: true` may change nothing, and be righ
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from mrl.data.encode import Encoder
+from mrl.config.sources import Role
+from mrl.data.encode import Encoder, extra_fields, is_blank
 from mrl.data.formats import Chat
-from mrl.data.messages import ROLES, extra_fields, is_blank
 from mrl.data.tokenizer import variables_of
 from mrl.errors import DataError
 
+ROLES = typing.get_args(Role)
 PROBE_TEXT = "a-text-that-stands-in"
 
 

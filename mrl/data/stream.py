@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
@@ -20,12 +21,27 @@ from mrl.config.rm import ScoredDataConfig
 from mrl.config.schema import DataConfig
 from mrl.data.dataset import RejectedRow, RowDataset, T
 from mrl.data.mixture import MixedDataset, Mixer, OrderedRows, SourceProgress, mixture_changes
-from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
 MAX_SKIPPED_IN_A_ROW = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
+
+
+def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndarray:
+    """Returns [rows] int64: the order of an epoch.
+
+    A stable sort of Philox's raw output: NumPy keeps bit generators the same between versions, but not permutation().
+    """
+    if not shuffle:
+        return np.arange(rows)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Returns the seed of the order of a source: other than that of its neighbours, wherever it stands in the list."""
+    return (seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")) % 2**64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,10 @@ from typing import Any
 from mrl.config.inference import GenerateConfig
 from mrl.data.encode import NO_TEMPLATE
 from mrl.data.formats import Chat
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, UserError
-from mrl.inference.loaded import LoadedModel
-from mrl.inference.prompts import bound_in_words, check_length, read_tools
+from mrl.inference.loaded import LoadedModel, bound_in_words, check_length, read_tools
 from mrl.inference.streaming import StreamedText
 from mrl.rollout.base import SampleRequest
 from mrl.trainers.console import Console

@@ -14,9 +14,8 @@ from typing import Any
 
 from mrl.config.inference import EvalConfig, PlaceConfig
 from mrl.config.load import to_dict
-from mrl.inference.loaded import load_model
+from mrl.inference.loaded import bound_in_words, load_model, prompts_of_file
 from mrl.inference.output import open_console, write_whole
-from mrl.inference.prompts import bound_in_words, prompts_of_file
 from mrl.inference.results import (
     FORMAT,
     compare,

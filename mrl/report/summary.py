@@ -11,9 +11,8 @@ import numpy
 
 from mrl.errors import printable, shortened
 from mrl.report.charts import goal_of, in_order, is_main
-from mrl.report.curves import smooth_values
-from mrl.report.differences import Differences
-from mrl.report.runs import Run
+from mrl.report.metrics_file import smooth_values
+from mrl.report.runs import Differences, Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 22

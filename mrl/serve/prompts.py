@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
 from mrl.data.json_text import decode_tool_calls, template_kwargs_of, tools_of
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.errors import UserError
 from mrl.serve.datums import Limits, check_ids
 from mrl.serve.requests import field, is_ids

@@ -12,9 +12,8 @@ from mrl.config.schema import DataConfig
 from mrl.data.dataset import SFTDataset
 from mrl.data.formats import Chat, parse_prompt
 from mrl.data.preferences import PreferenceDataset
-from mrl.data.prompts import PromptDataset
+from mrl.data.prompts import PromptDataset, TurnEncoder
 from mrl.data.scored import ScoredDataset
-from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
 from tests.data.tiny_tokenizers import make_tokenizer, trained_text, turns

@@ -6,9 +6,8 @@ import pytest
 
 from mrl.config.ppo import PromptsConfig
 from mrl.data.dataset import RejectedRow
-from mrl.data.order import row_order
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
-from mrl.data.stream import Report
+from mrl.data.stream import Report, row_order
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
 from tests.data.tiny_tokenizers import turns

@@ -4,7 +4,7 @@ import pytest
 
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.errors import DataError
 from tests.data import tiny_tokenizers
 

@@ -66,7 +66,7 @@ GENERATE_AND_EVAL = (
         ("if not text.endswith(UNFINISHED):", "if text:"),
     ),
     *_of(
-        "inference/score.py",
+        "inference/generate.py",
         "inference/test_generate.py::test_scores_are_those_of_transformers[megatron]",
         ("if example.mask[i + 1]]", "if example.mask[i]]"),
     ),

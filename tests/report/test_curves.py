@@ -9,8 +9,7 @@ import pytest
 
 from mrl.metric_names import METRICS
 from mrl.report.charts import CHARTS, MAIN, NOT_DRAWN, OTHER, charts_of, goal_of, is_main
-from mrl.report.curves import BUCKETS, bucket_means, choose, smooth_values
-from mrl.report.metrics_file import Curve, Table
+from mrl.report.metrics_file import BUCKETS, Curve, Table, bucket_means, choose, smooth_values
 from mrl.report.page import stack_curves
 
 NOISE = numpy.random.default_rng(0).normal(size=100_003)

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from mrl.report import samples
-from mrl.report.samples import SampleReader, first_groups, sample_files
-from mrl.report.token_text import TokenTexts
+from mrl.report.samples import SampleReader, TokenTexts, first_groups, sample_files
 from mrl.rollout.samples import write_samples
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
 from tests.report import made_runs

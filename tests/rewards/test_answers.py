@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mrl.config.rewards import GSM8KReward, MathReward
 from mrl.errors import ConfigError
-from mrl.rewards.answers import boxed, final_number, gsm8k, math, require_math_verify
+from mrl.rewards.text import boxed, final_number, gsm8k, math, require_math_verify
 
 # Rows of GSM8K (Cobbe et al., 2021; MIT licence), their answers whole.
 ROWS = [
