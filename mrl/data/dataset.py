@@ -410,9 +410,7 @@ class SFTDataset(EncodedRows[Example]):
             fitted = dataclasses.replace(fitted, teacher=teacher)
         return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect_format(row)
+    _form_of = staticmethod(detect_format)
 
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on

@@ -10,6 +10,7 @@ is rendered with the observation and the generation prompt, and read from the to
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Question, check_plain, detect_prompt_form, parse_prompt
 from mrl.data.left_out import left_out
 from mrl.data.rows import Part
-from mrl.data.stream import Report, RowStream
+from mrl.data.stream import Report, RowStream, usable_rows
 from mrl.errors import DataError
 
 
@@ -150,9 +151,7 @@ class PromptDataset(RowDataset[Prompt]):
         self._teachers = teachers
         super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect_prompt_form(row)
+    _form_of = staticmethod(detect_prompt_form)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = TurnEncoder(tokenizer, self.config.system)
@@ -223,14 +222,5 @@ def first_prompts(dataset: RowDataset[Prompt], count: int | None = None, report:
 
     Raises DataError where there is none.
     """
-    report = report if report is not None else Report()
-    prompts: list[Prompt] = []
-    for row in range(len(dataset)):
-        if count is not None and len(prompts) == count:
-            break
-        prompt = report.count(dataset, row)
-        if prompt is not None:
-            prompts.append(prompt)
-    if not prompts:
-        raise report.no_rows_left(dataset)
-    return prompts
+    rows = usable_rows(dataset, report if report is not None else Report())
+    return [prompt for _, prompt in itertools.islice(rows, count)]

@@ -35,7 +35,6 @@ from mrl.algorithms.preference import answer_weights
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.algorithms.scores import MARGIN, TARGETS
 from mrl.batch import Batch, make_batch
-from mrl.config.keys import join_names
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.data.dataset import EncodedRows, RejectedRow
 from mrl.data.encode import Encoder, check_system
@@ -163,13 +162,10 @@ def padding(hf_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> in
 
 def detect(row: Row) -> str:
     """Returns the one form whose fields the row has. None or several is a DataError."""
-    fits = fitting_format(row, FIELDS)
-    if fits is not None:
-        return fits
-    raise DataError(
-        f"the fields {join_names(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
-        f"completion and score, or prompt, completions and labels; {RENAME_HINT}"
-    )
+    return fitting_format(
+        row, FIELDS, "are of no known form: give prompt, chosen and rejected, prompt, completion and score, or prompt, "
+        f"completions and labels; {RENAME_HINT}",
+    )  # fmt: skip
 
 
 def _number(value: Any, name: str) -> float:
@@ -214,9 +210,7 @@ class ScoredDataset(EncodedRows[ScoredRow]):
         self._loss, self._pad = loss, pad_token_id
         super().__init__(*args, **options)
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect(row)
+    _form_of = staticmethod(detect)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))

@@ -105,10 +105,19 @@ def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
     Raises DataError as `RowDataset.load` does, and if no row is left.
     """
     report = Report()
-    usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
-    if not usable:
+    return sum(1 for _ in usable_rows(dataset, report)), report.counts
+
+
+def usable_rows(dataset: RowDataset[T], report: Report) -> Iterator[tuple[int, T]]:
+    """Yields each usable row once, with its index, and fills `report`. Raises DataError where there is none."""
+    is_empty = True
+    for index in range(len(dataset)):
+        row = report.count(dataset, index)
+        if row is not None:
+            is_empty = False
+            yield index, row
+    if is_empty:
         raise report.no_rows_left(dataset)
-    return usable, report.counts
 
 
 def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = True) -> list[tuple[int, int | None]]:

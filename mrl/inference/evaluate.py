@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.config.inference import EvalConfig, PlaceConfig
 from mrl.config.load import to_dict
-from mrl.inference.loaded import bound_in_words, load_model, prompts_of_file
+from mrl.inference.loaded import load_model, prompts_of_file
 from mrl.inference.output import open_console, write_whole
 from mrl.inference.results import (
     FORMAT,
@@ -70,9 +70,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     samples = config.rollout.samples_per_prompt
     found: list[tuple[list[Trajectory], Scores]] = []
     with load_model(config, place, console) as model, contextlib.ExitStack() as ends:
-        prompts, report, rows = prompts_of_file(
-            config, model, limit=config.request.limit, bounded=bound_in_words(config)
-        )
+        prompts, report, rows = prompts_of_file(config, model, limit=config.request.limit)
         say_all(console, rows.template_notes())
         say_left_out(console, "eval", report.counts, report.notes)
         console.doing("starting the reward functions")

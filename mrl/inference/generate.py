@@ -23,11 +23,11 @@ from mrl.data.encode import Encoded
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, parse_prompt
 from mrl.data.prompts import Prompt, TurnEncoder
-from mrl.data.stream import Report
+from mrl.data.stream import Report, usable_rows
 from mrl.data.vision import ImageRow
 from mrl.errors import DataError, shortened
 from mrl.inference.chat import talk
-from mrl.inference.loaded import LoadedModel, bound_in_words, load_model, prompt_of_text, prompts_of_file, read_tools
+from mrl.inference.loaded import LoadedModel, load_model, prompt_of_text, prompts_of_file, read_tools
 from mrl.inference.output import open_console, writing
 from mrl.rollout.base import Trajectory
 from mrl.trainers.common import say_all, say_left_out
@@ -74,15 +74,15 @@ def sample(config: GenerateConfig, model: LoadedModel, console: Console) -> None
 
 def prompts_of(config: GenerateConfig, model: LoadedModel, console: Console) -> list[Prompt]:
     """Returns the prompts of the request, on every rank. Collective."""
-    request, bounded = config.request, bound_in_words(config)
+    request = config.request
     if request.file is not None:
-        prompts, report, rows = prompts_of_file(config, model, bounded=bounded)
+        prompts, report, rows = prompts_of_file(config, model)
         say_all(console, rows.template_notes())
         say_left_out(console, "eval", report.counts, report.notes)
         return prompts
     encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
     texts = model.dispatch.on_main(lambda: request.prompts)  # which alone has what came on stdin
-    found = [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
+    found = [prompt_of_text(text, i, config, encoder, tools=tools) for i, text in enumerate(texts)]
     say_all(console, encoder.left_out((prompt.where, prompt.conversation.chat) for prompt in found))
     return found
 
@@ -220,12 +220,8 @@ def score_rows(config: GenerateConfig, model: LoadedModel, console: Console) -> 
         model.tokenizer, system=data.system, vocab_size=model.vocab_size, bounded=bounded,
     )  # fmt: skip
     say_all(console, rows.template_notes())
-    report, usable = Report(), list[tuple[str, Example]]()
-    for index in range(len(rows)):
-        if (example := report.count(rows, index)) is not None:
-            usable.append((rows.where(index), example))
-    if not usable:
-        raise report.no_rows_left(rows)
+    report = Report()
+    usable = [(rows.where(index), example) for index, example in usable_rows(rows, report)]
     say_left_out(console, "train", report.counts, report.notes)
     scores: list[RowScore] = []
     with writing(config.request.out, model.dispatch) as write:

@@ -121,26 +121,17 @@ class BoundedPrompts(PromptDataset):
 
 
 def prompts_of_file(
-    config: InferenceConfig, loaded: LoadedModel, *, limit: int | None = None, bounded: str | None = None
+    config: GenerateConfig | EvalConfig, loaded: LoadedModel, *, limit: int | None = None
 ) -> tuple[list[Prompt], Report, PromptDataset]:
-    """Returns the first `limit` usable prompts of data.eval, in the order of their rows.
-
-    bounded: their bound in words; None if the user has set it.
-    """
+    """Returns the first `limit` usable prompts of data.eval, in the order of their rows."""
     rows = BoundedPrompts(config.data, loaded.tokenizer, part="eval", vocab_size=loaded.vocab_size)
-    rows.why_too_long = bounded
+    rows.why_too_long = bound_in_words(config)
     report = Report()
     return first_prompts(rows, limit, report), report, rows
 
 
 def prompt_of_text(
-    text: str,
-    index: int,
-    config: InferenceConfig,
-    encoder: TurnEncoder,
-    *,
-    tools: list[Any] | None,
-    bounded: str | None,
+    text: str, index: int, config: GenerateConfig, encoder: TurnEncoder, *, tools: list[Any] | None
 ) -> Prompt:
     """Returns a text as a prompt: a user turn if there is a chat template, else as it is."""
     where = f"prompt {index + 1}"
@@ -152,16 +143,16 @@ def prompt_of_text(
         raise DataError(where, why=str(error)) from None
     if not tokens:
         raise DataError(where, why="gives no tokens", fix="give a text that is not empty")
-    check_length(len(tokens), config, where=where, bounded=bounded)
+    check_length(len(tokens), config, where=where)
     content = asked.messages if isinstance(asked, Chat) else asked.text
     return Prompt(index, where, row, content, tokens)
 
 
-def check_length(tokens: int, config: InferenceConfig, *, where: str, bounded: str | None) -> None:
+def check_length(tokens: int, config: GenerateConfig, *, where: str) -> None:
     """Raises DataError for a prompt that is too long."""
     most = config.data.max_prompt_length
     if tokens > most:
-        why = bounded or f"and data.max_prompt_length is {most}"
+        why = bound_in_words(config) or f"and data.max_prompt_length is {most}"
         raise DataError(where, why=f"the prompt has {tokens} tokens, {why}")
 
 

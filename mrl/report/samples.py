@@ -234,7 +234,7 @@ def read_rows(path: pathlib.Path) -> tuple[list[dict[str, Any]], list[str]]:
     except (OSError, EOFError, zlib.error) as error:
         problems.append(f"cannot be read beyond {len(rows)} samples ({error})")
     if broken:
-        problems.append(f"{broken} {'line is' if broken == 1 else 'lines are'} no sample and left out")
+        problems.append(f"lines that are no sample, and left out: {broken}")
     return rows, problems
 
 

@@ -120,7 +120,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool) -> str:
             )
     left = len(names) - len(shown)
     if left:
-        lines += ["", f"{left} more {'metric is' if left == 1 else 'metrics are'} on the page; --all shows them here"]
+        lines += ["", f"metrics that only the page has: {left}; --all shows them here"]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -173,11 +173,8 @@ def _completion_decides_time(reward: Reward) -> bool:
 
 def faults_in_words(faults: Sequence[str]) -> list[str]:
     """Returns lines for the console: the first faults, and the number of others."""
-    first, rest = list(faults[:3]), len(faults[3:])
-    if not rest:
-        return first
-    what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
-    return [*first, f"and {rest:,} more {what}"]
+    rest = len(faults[3:])
+    return [*faults[:3], *([f"other faults of rewards, each of which counts as 0: {rest:,}"] if rest else [])]
 
 
 def metrics(scores: Scores) -> dict[str, float]:

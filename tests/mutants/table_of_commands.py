@@ -62,7 +62,7 @@ GENERATE_AND_EVAL = (
     ),
     *_of(
         "inference/streaming.py",
-        "inference/test_streaming.py",
+        "inference/test_chat.py::test_what_is_written_is_the_whole_text",
         ("if not text.endswith(UNFINISHED):", "if text:"),
     ),
     *_of(

@@ -126,7 +126,7 @@ def test_what_is_no_sample_is_said(run):
     by_step = {file["step"]: file for file in found.files if file["series"] == "step"}
     assert [sorted(s)[:2] for s in by_step[9]["samples"]] == [["advantage", "completion"]] * 2 + [[]]
     notes = "\n".join(found.notes)
-    assert "step_00000009.jsonl: 2 lines are no sample and left out" in notes
+    assert "step_00000009.jsonl: lines that are no sample, and left out: 2" in notes
     assert "step_00000011.jsonl.gz: cannot be read beyond 0 samples (" in notes
 
 
