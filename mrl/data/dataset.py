@@ -69,6 +69,7 @@ class LoadedRow(Protocol):
     def truncated(self) -> bool: ...
 
 
+AnyRowsConfig = DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig
 T = TypeVar("T", bound=LoadedRow)
 Made = TypeVar("Made")
 
@@ -111,7 +112,7 @@ class RowDataset(Generic[T]):
 
     def __init__(
         self,
-        config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig,
+        config: AnyRowsConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         part: Part = "train",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mrl.config.sources import Role
@@ -65,14 +65,14 @@ def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | No
         variables = variables_of(encoder.tokenizer.get_chat_template(None, chat.tools))
         yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
     for name in dict.fromkeys(name for message in chat.messages for name in extra_fields(message)):
-        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, [name]) for m in chat.messages])
+        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, name) for m in chat.messages])
     for role in dict.fromkeys(message["role"] for message in chat.messages if _is_text(message)):
         messages = [{**m, "content": PROBE_TEXT} if m["role"] == role and _is_text(m) else m for m in chat.messages]
         yield f"messages of the role {role}", dataclasses.replace(chat, messages=messages)
 
 
-def _without(message: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key not in names}
+def _without(message: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _is_text(message: Mapping[str, Any]) -> bool:

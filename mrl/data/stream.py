@@ -15,11 +15,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.ppo import PromptsConfig
-from mrl.config.rm import ScoredDataConfig
-from mrl.config.schema import DataConfig
-from mrl.data.dataset import RejectedRow, RowDataset, T
+from mrl.data.dataset import AnyRowsConfig, RejectedRow, RowDataset, T
 from mrl.data.mixture import MixedDataset, Mixer, OrderedRows, SourceProgress, mixture_changes
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import CheckpointError, DataError, show
@@ -93,7 +89,7 @@ class Report:
         )
 
 
-def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig) -> bool:
+def may_leave_out(config: AnyRowsConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
 

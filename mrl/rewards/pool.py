@@ -176,12 +176,6 @@ class RewardPool:
         self._workers = workers
         self._fill()
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kills the processes and all that they started. The pool cannot be used afterwards."""
         self._finalizer()

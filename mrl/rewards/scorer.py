@@ -58,12 +58,6 @@ class Scorer:
             retries=Retries(config.retries, config.retry_wait_s), first=first if config.checks_first_rows else (),
         )  # fmt: skip
 
-    def __enter__(self) -> Scorer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends the processes."""
         self._pool.close()
