@@ -140,7 +140,7 @@ def test_a_field_of_a_shipped_reward_that_a_first_row_lacks(field):
 def test_many_faults_are_three_lines_and_a_count():
     faults = [f"row {i}: bad; counts as 0" for i in range(1024)]
     assert faults_in_words(faults[:3]) == faults[:3] and faults_in_words(()) == []
-    assert faults_in_words(faults[:4])[3] == "and 1 more fault of rewards, which counts as 0"
+    assert faults_in_words(faults[:4])[3] == "other faults of rewards, each of which counts as 0: 1"
     assert faults_in_words(faults) == [*faults[:3], "other faults of rewards, each of which counts as 0: 1,021"]
 
 
