@@ -84,8 +84,7 @@ class Report:
 
     def no_rows_left(self, dataset: RowDataset[T]) -> DataError:
         return DataError(
-            f"data.{dataset.part}",
-            why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}",
+            f"data.{dataset.part}", why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}"
         )
 
 

@@ -17,12 +17,7 @@ from typing import Any, Literal
 
 import mrl
 from mrl.config.keys import join_names
-from mrl.config.rewards import (
-    FunctionReward,
-    NamedReward,
-    Reward,
-    RewardsConfig,
-)
+from mrl.config.rewards import FunctionReward, NamedReward, Reward, RewardsConfig
 from mrl.errors import ConfigError, one_line
 from mrl.rewards.calls import START, RewardCall, Sample, UnknownSignature
 from mrl.rewards.code import code
