@@ -132,10 +132,13 @@ class RowDataset(Generic[T]):
         self._has_template = tokenizer.chat_template is not None
         self._lock = threading.Lock()
         self._rows: Rows | StreamedRows
+        self._exchange: Exchange
         if part == "train" and not isinstance(config, PromptsConfig) and config.stream:
             buffer = config.resolved_shuffle_buffer
             self._rows = open_stream(path, split=config.split, buffer=buffer, exchange=exchange)
+            self._exchange = exchange
         else:
+            self._exchange = one_process_exchange  # every process reads all rows itself
             split = config.split if part == self.split_is_of else None
             self._rows = open_rows(path, split=split, part=part)
         self._begin(tokenizer)
@@ -172,16 +175,12 @@ class RowDataset(Generic[T]):
     def leave_out(self, why: str) -> None:
         """Notes a row that this rank leaves out; if rows are streamed, `agree` compares them. why: begins with its file
         and line."""
-        if isinstance(self._rows, StreamedRows):
-            self._rows.leave_out(why)
+        self._exchange.leave_out(why)
 
     def agree(self, error: UserError | None) -> None:
         """Raises the error of this rank. If rows are streamed, ranks wait for each other's calls (`Exchange.agree`).
         Then an error of one is raised on all, and so is an error if ranks have left out different rows."""
-        if isinstance(self._rows, StreamedRows):
-            self._rows.agree(error)
-        elif error is not None:
-            raise error
+        self._exchange.agree(error)
 
     def agree_on(self, make: Callable[[], Made]) -> Made:
         """Returns what `make` does, or raises its error as `agree` does."""

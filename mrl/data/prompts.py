@@ -217,10 +217,9 @@ class PromptSource(RowStream[Prompt]):
         return [dataclasses.replace(item, index=row) for item, row in zip(taken.items, taken.rows, strict=True)]
 
 
-def first_prompts(dataset: RowDataset[Prompt], count: int | None = None, report: Report | None = None) -> list[Prompt]:
+def first_prompts(dataset: RowDataset[Prompt], count: int | None, report: Report) -> list[Prompt]:
     """Returns the first `count` prompts that can be used, or all, in the order of their rows; it fills `report`.
 
     Raises DataError where there is none.
     """
-    rows = usable_rows(dataset, report if report is not None else Report())
-    return [prompt for _, prompt in itertools.islice(rows, count)]
+    return [prompt for _, prompt in itertools.islice(usable_rows(dataset, report), count)]

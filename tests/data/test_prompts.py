@@ -202,11 +202,11 @@ def test_a_bad_row_takes_nothing(mixed):
 
 def test_held_out_prompts(mixed):
     dataset, report = make(mixed, part="eval", eval=mixed, **SKIPS), Report()
-    assert [p.index for p in first_prompts(dataset, report=report)] == [0, 3, 5]
+    assert [p.index for p in first_prompts(dataset, None, report)] == [0, 3, 5]
     assert report.counts == {"skipped": 2, "dropped": 1, "truncated": 0}
-    assert [p.index for p in first_prompts(dataset, 2)] == [0, 3]
+    assert [p.index for p in first_prompts(dataset, 2, Report())] == [0, 3]
     with pytest.raises(DataError, match="data.eval: .*: none of its 6 rows can be used; "):
-        first_prompts(make(mixed, part="eval", eval=mixed, **{**SKIPS, "max_prompt_length": 2}))
+        first_prompts(make(mixed, part="eval", eval=mixed, **{**SKIPS, "max_prompt_length": 2}), None, Report())
 
 
 # --------------------------------------------------------------------------------------------- turns of a conversation
