@@ -85,8 +85,8 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     return pieces
 
 
-SERIES = {"step": "before step", "eval": "held-out, after step", "baseline": "greedy answers before step"}
-"""The name that a file begins with -> what its samples are (docs/samples.md)."""
+SERIES = ("step", "eval", "baseline")
+"""The names that files begin with (docs/samples.md): samples before a step, held-out ones, greedy ones."""
 
 MAX_FILES = 12
 """Files of a series that are read: evenly spaced, the first and the last among them."""
@@ -141,10 +141,9 @@ class SampleReader:
             read = [self._file(file, each) for file in chosen]
             shown += [entry for entry, _ in read]
             count = sum(len(entry["samples"]) for entry, _ in read)
-            of = f" of {len(of_series)}" if len(chosen) < len(of_series) else ""
             notes.append(
-                f"{name}: {count} samples of {len(chosen)} files{of}; the first {each} of each at most, and whole "
-                "groups where they fit"
+                f"{name}: {count} samples of {len(chosen)} of {len(of_series)} files; the first {each} of each at "
+                "most, and whole groups where they fit"
             )
             notes += [problem for _, problems in read for problem in problems]
         if self._texts.problem is not None and any("ids" in s for f in shown for s in f["samples"]):
@@ -200,7 +199,7 @@ def sample_files(folder: pathlib.Path) -> list[SampleFile]:
         if match is not None:
             file = SampleFile(folder / name, match[1], int(match[2]))
             files.setdefault((file.series, file.step), file)
-    return sorted(files.values(), key=lambda file: (list(SERIES).index(file.series), file.step))
+    return sorted(files.values(), key=lambda file: (SERIES.index(file.series), file.step))
 
 
 def pick_evenly(items: Sequence[Any], most: int) -> list[Any]:

@@ -12,7 +12,7 @@ import numpy
 from mrl.errors import printable, shortened
 from mrl.report.charts import goal_of, in_order, is_main
 from mrl.report.metrics_file import smooth_values
-from mrl.report.runs import Differences, Run
+from mrl.report.runs import Run, differences_of
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 22
@@ -134,8 +134,9 @@ def _scale(curves: Sequence[numpy.ndarray]) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
 
 
-def as_json(runs: Sequence[Run], differences: Differences, page: str | None) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], page: str | None) -> dict[str, Any]:
     """Returns the summary as plain data."""
+    differences = differences_of(runs)
     return {
         "runs": [
             {

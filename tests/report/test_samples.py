@@ -50,7 +50,7 @@ def test_samples_that_the_trainer_wrote(tmp_path):
     assert file["samples"][0]["prompt"] == [{"role": "user", "content": "hello \u2028é"}]
     assert [shown["advantage"] for shown in file["samples"]] == [1.0, -1.0, 0.5, -0.5]
     assert found.notes == [
-        "step: 4 samples of 1 files; the first 100 of each at most, and whole groups where they fit",
+        "step: 4 samples of 1 of 1 files; the first 100 of each at most, and whole groups where they fit",
         "--samples N puts up to N of a run on the page; here it was 100",
     ]
 
