@@ -166,6 +166,7 @@ class RowStream(Generic[T]):
         else:
             self._fingerprints = [source.fingerprint() for source in self.mixer.dataset.sources]
             self._progress = Progress(sources=(SourceProgress(),) * len(self.mixer.weights))
+        self._start = self._progress
 
     @property
     def counts(self) -> dict[str, int]:
@@ -215,7 +216,7 @@ class RowStream(Generic[T]):
 
     def walk(self) -> Iterator[TakenRows[T]]:
         """Yields the rows of the run from its beginning, one at a time, and moves nothing."""
-        progress = Progress(sources=(SourceProgress(),) * (0 if self.mixer is None else len(self.mixer.weights)))
+        progress = self._start
         while True:
             taken = self._after(progress, 1)
             yield taken

@@ -90,7 +90,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     return {
         "mrl_eval": FORMAT, "task": config.request.task, "reward": reward_in_words(config), "samples": samples,
         "temperature": 0.0 if samples == 1 else config.rollout.temperature, "seed": config.seed,
-        "model": {"given": place.given, "what": model.place.what, "dtype": config.model.dtype},
+        "model": {"given": place.given, "what": place.what, "dtype": config.model.dtype},
         "reward_file": reward_file(config.rewards), "left_out": report.counts,
         "measures": measures_of(outcomes), **totals_of(outcomes), "faults": len(whole.faults),
         "metrics": metrics, "data": fingerprint, "versions": versions(), **git_states(), "command": command_line,

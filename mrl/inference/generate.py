@@ -45,7 +45,7 @@ def run(config: GenerateConfig, command_line: str = "") -> None:
     console = open_console()
     with contextlib.closing(console), load_model(config, config.place, console) as model:
         processes = pluralize(model.dispatch.world_size, "process", "processes")
-        console.say(f"{model.place.given}: {model.place.what}, {config.model.dtype} on {processes}")
+        console.say(f"{config.place.given}: {config.place.what}, {config.model.dtype} on {processes}")
         if config.request.chat:
             talk(config, model, console)
         elif config.request.score:

@@ -50,7 +50,6 @@ class LoadedModel:
     end_tokens: tuple[int, ...]  # ids that end a completion
     sampler: Sampler
     rollouts: Rollouts
-    place: PlaceConfig  # of its weights
 
 
 @contextlib.contextmanager
@@ -91,7 +90,7 @@ def load_model(config: InferenceConfig, place: PlaceConfig, console: Console) ->
         console.doing("reading the weights")
         _init(actor, place)
         ends.enter_context(SyncedSampler(sampler, dispatch)(0))
-        yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts, place)
+        yield LoadedModel(dispatch, tokenizer, vocab_size, end_with.ids, sampler, rollouts)
 
 
 def _init(engine: BaseEngine, place: PlaceConfig) -> None:
