@@ -57,10 +57,9 @@ def run(
     if as_json:
         import json
 
-        from mrl.report.differences import differences_of
         from mrl.report.summary import as_json as plain
 
-        echo(json.dumps(plain(read, differences_of(read), None if written is None else str(written)), default=str))
+        echo(json.dumps(plain(read, None if written is None else str(written)), default=str))
         return
     echo(report.text(read))
     if written is not None:

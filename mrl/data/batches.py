@@ -17,7 +17,7 @@ import torch
 from mrl.algorithms.distill import TEACHER_OF
 from mrl.batch import Batch, make_batch
 from mrl.data.dataset import Example, RowDataset, T
-from mrl.data.stream import Progress, Report, RowStream, TakenRows
+from mrl.data.stream import Progress, Report, RowStream, TakenRows, usable_rows
 from mrl.errors import DataError
 
 
@@ -127,10 +127,8 @@ def in_order(
     held: list[tuple[int, T]] = []  # a whole batch, until it is known that what follows makes one too
     rows: list[tuple[int, T]] = []
     makes_batch = lambda: len(rows) >= least and any(weighs(one) for _, one in rows)  # noqa: E731
-    for row in range(len(dataset)):
-        loaded = report.count(dataset, row)
-        if loaded is not None:
-            rows.append((row, loaded))
+    for row in usable_rows(dataset, report):
+        rows.append(row)
         if len(rows) >= rows_at_once and makes_batch():
             if held:
                 yield [index for index, _ in held], [one for _, one in held]
@@ -142,5 +140,3 @@ def in_order(
     for part in parts:
         if part:
             yield [index for index, _ in part], [one for _, one in part]
-    if not held and not rows:
-        raise report.no_rows_left(dataset)

@@ -35,13 +35,31 @@ from mrl.data.formats import (
     row_weight,
 )
 from mrl.data.left_out import left_out
-from mrl.data.noted import TrackedRow
 from mrl.data.rows import Part, Rows, open_rows, open_stream
 from mrl.data.splits import NamedFiles
 from mrl.data.streamed import MAX_INDEX, Cursor, Exchange, Order, StreamedRows, one_process_exchange
 from mrl.data.tokenizer import use_chat_template
 from mrl.data.vision import ImageRow, Vision, check_text_alone
 from mrl.errors import DataError, UserError, show
+
+
+class TrackedRow(dict[str, Any]):
+    """A row whose fields are read by name. `row | {...}` is a row that notes them in the same place."""
+
+    def __init__(self, row: dict[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(row)
+        self.read: set[str] = set() if read is None else read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: Any) -> TrackedRow:  # type: ignore[override]  # rows have one type of key
+        return TrackedRow({**dict(self.items()), **other}, self.read)
 
 
 class LoadedRow(Protocol):
@@ -51,6 +69,7 @@ class LoadedRow(Protocol):
     def truncated(self) -> bool: ...
 
 
+AnyRowsConfig = DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig
 T = TypeVar("T", bound=LoadedRow)
 Made = TypeVar("Made")
 
@@ -93,7 +112,7 @@ class RowDataset(Generic[T]):
 
     def __init__(
         self,
-        config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig,
+        config: AnyRowsConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         part: Part = "train",
@@ -113,10 +132,13 @@ class RowDataset(Generic[T]):
         self._has_template = tokenizer.chat_template is not None
         self._lock = threading.Lock()
         self._rows: Rows | StreamedRows
+        self._exchange: Exchange
         if part == "train" and not isinstance(config, PromptsConfig) and config.stream:
             buffer = config.resolved_shuffle_buffer
             self._rows = open_stream(path, split=config.split, buffer=buffer, exchange=exchange)
+            self._exchange = exchange
         else:
+            self._exchange = one_process_exchange  # every process reads all rows itself
             split = config.split if part == self.split_is_of else None
             self._rows = open_rows(path, split=split, part=part)
         self._begin(tokenizer)
@@ -153,16 +175,12 @@ class RowDataset(Generic[T]):
     def leave_out(self, why: str) -> None:
         """Notes a row that this rank leaves out; if rows are streamed, `agree` compares them. why: begins with its file
         and line."""
-        if isinstance(self._rows, StreamedRows):
-            self._rows.leave_out(why)
+        self._exchange.leave_out(why)
 
     def agree(self, error: UserError | None) -> None:
         """Raises the error of this rank. If rows are streamed, ranks wait for each other's calls (`Exchange.agree`).
         Then an error of one is raised on all, and so is an error if ranks have left out different rows."""
-        if isinstance(self._rows, StreamedRows):
-            self._rows.agree(error)
-        elif error is not None:
-            raise error
+        self._exchange.agree(error)
 
     def agree_on(self, make: Callable[[], Made]) -> Made:
         """Returns what `make` does, or raises its error as `agree` does."""
@@ -392,9 +410,7 @@ class SFTDataset(EncodedRows[Example]):
             fitted = dataclasses.replace(fitted, teacher=teacher)
         return fitted if weight == 1 else dataclasses.replace(fitted, mask=[weight * w for w in fitted.mask])
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect_format(row)
+    _form_of = staticmethod(detect_format)
 
     def encoders(self) -> list[Encoder]:
         trains = isinstance(self.config.loss_on, str) or "assistant" in self.config.loss_on

@@ -46,7 +46,6 @@ from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common_prefix_length
 from mrl.data.files import BadRow
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
-from mrl.data.messages import empty_turn_error, extra_fields, is_blank
 from mrl.data.tool_calls import fit_arguments
 from mrl.errors import DataError, ModelError
 
@@ -70,6 +69,18 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, or data.chat_template: none took it away, and a conversation needs one; "
     "leave none out, name a Jinja file there, or use the tokenizer of the model's instruct version"
 )
+
+
+KNOWN_FIELDS = ("role", "content", "weight")
+
+
+def extra_fields(message: dict[str, Any]) -> list[str]:
+    """Returns the fields of a message that a template may write beside its content."""
+    return [name for name, value in message.items() if name not in KNOWN_FIELDS and value not in (None, "", [], {})]
+
+
+def is_blank(content: Any) -> bool:
+    return isinstance(content, str) and not content.strip()
 
 
 def check_system(system: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -261,15 +272,16 @@ class Encoder:
         if answers and self._has_markers(chat):
             ids, of_answers = self._marked_spans(chat, turns, answers)
         else:
-            ids = self._ended(chat, self.render(chat, chat.messages)[0])
+            ids = self._ended(chat, self.render(chat, chat.messages))
             of_answers = [self._verified_span(chat, turn, ids) for turn in answers]
         spans = dict(zip(answers, of_answers, strict=True))
         for i, (start, end) in spans.items():
             message = chat.messages[i]
-            if not is_blank(message["content"]) or not extra_fields(message):
-                continue
-            if self._says_nothing(ids[start:end]):
-                raise empty_turn_error(f"messages[{i}]", message)
+            fields = extra_fields(message)
+            if fields and is_blank(message["content"]) and self._says_nothing(ids[start:end]):
+                why = f"the chat template leaves out {' and '.join(fields)}, and only the turn's end is left"
+                fix = "name a template that writes it in data.chat_template, or remove the row"
+                raise DataError(f"messages[{i}]", why=why, fix=fix)
         return ids, spans | {i: self._content_span(chat, i, ids) for i in wanted if i not in spans}
 
     def _ended(self, chat: Chat, ids: list[int]) -> list[int]:
@@ -284,15 +296,9 @@ class Encoder:
         ending = list(self.turn_ends(chat).ending)
         return len(whole) - len(ending) if ending and whole[-len(ending) :] == ending else len(whole)
 
-    def render(
-        self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
-    ) -> tuple[list[int], list[int]]:
-        """Returns the token ids of `messages` (with the generation prompt if `prompt`), and the template's marks if
-        asked."""
-        out = self._apply_template(
-            chat, messages, prompt, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
-        )
-        return list(out["input_ids"]), list(out["assistant_masks"]) if marks else []
+    def render(self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
+        """Returns the token ids of `messages` (with the generation prompt if `prompt`)."""
+        return list(self._apply_template(chat, messages, prompt, tokenize=True, return_dict=True)["input_ids"])
 
     def render_text(self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
         """Returns the text that `render` tokenizes."""
@@ -316,7 +322,9 @@ class Encoder:
 
     def _marked_spans(self, chat: Chat, turns: list[int], wanted: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the whole rendering, and where its marked spans of the turns `wanted` start and end."""
-        ids, marks = self.render(chat, chat.messages, marks=True)
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        out = self._apply_template(chat, chat.messages, False, **options)
+        ids, marks = list(out["input_ids"]), list(out["assistant_masks"])
         edges = [i for i in range(len(marks) + 1) if (marks[i] if i < len(marks) else 0) != (marks[i - 1] if i else 0)]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         if len(spans) != len(turns):
@@ -347,12 +355,12 @@ class Encoder:
             raise BadRow(
                 "messages[0] is an assistant turn, before which there is nothing to render; begin with a user turn"
             )
-        before, _ = self.render(chat, chat.messages[:turn], prompt=True)
+        before = self.render(chat, chat.messages[:turn], prompt=True)
         start = len(before)
         if whole[:start] != before:
             raise self._rewritten(turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
-        after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
+        after = whole if is_last else self.render(chat, chat.messages[: turn + 1])
         same = min(common_prefix_length(after, whole), self._body(chat, whole))
         # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
         if not self._says_nothing(after[same:]):
@@ -393,11 +401,11 @@ class Encoder:
                 f"messages[{number}].content is a list of parts, which trains in assistant turns alone; leave the role "
                 f"{message['role']} out of data.loss_on"
             )
-        after = whole if number == len(chat.messages) - 1 else self.render(chat, chat.messages[: number + 1])[0]
+        after = whole if number == len(chat.messages) - 1 else self.render(chat, chat.messages[: number + 1])
         start = len(after)
         for other in PROBE_CONTENTS:  # one of them begins otherwise than the content
             stand_in = [*chat.messages[:number], {**message, "content": other}]
-            start = min(start, common_prefix_length(after, self.render(chat, stand_in)[0]))
+            start = min(start, common_prefix_length(after, self.render(chat, stand_in)))
         end = min(common_prefix_length(after, whole), self._body(chat, whole))
         if end < start or not self._says_nothing(after[end:]):
             raise self._rewritten(number, "to its end", after, whole)

@@ -154,23 +154,25 @@ def formats_with_fields(row: Row, formats: Mapping[str, Sequence[str]]) -> list[
     return [name for name, fields in formats.items() if all(field in row for field in fields)]
 
 
-def fitting_format(row: Row, formats: Mapping[str, Sequence[str]]) -> str | None:
-    """Returns the format whose fields the row has; None without any. Raises DataError for several."""
+def fitting_format(row: Row, formats: Mapping[str, Sequence[str]], otherwise: str) -> str:
+    """Returns the one format whose fields the row has. Raises DataError for several, or none.
+
+    otherwise: follows the fields in the message on none.
+    """
     fits = formats_with_fields(row, formats)
     if len(fits) > 1:
         why = f"the fields {_fields(row)} fit the formats {' and '.join(fits)}; set data.format to one of them"
         raise DataError(why)
-    return fits[0] if fits else None
+    if not fits:
+        raise DataError(f"the fields {_fields(row)} {otherwise}")
+    return fits[0]
 
 
 def detect_format(row: Row) -> str:
     """Returns the one format whose fields the row has. Raises DataError for none or several: the user names it then."""
-    fits = fitting_format(row, REQUIRED_FIELDS)
-    if fits is not None:
-        return fits
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED_FIELDS.items())
     hint = "rename fields with data.columns, as {question: prompt, answer: completion} or {conversations: messages}"
-    raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
+    return fitting_format(row, REQUIRED_FIELDS, f"fit no format ({known}); {hint}")
 
 
 def detect_prompt_form(row: Row) -> str:

@@ -52,15 +52,14 @@ def parse_json_text(value: Any, name: str, wanted: str) -> Any:
         raise BadRow(f"{name} is a string that is not JSON ({e}); give {wanted}") from None
 
 
-def json_object(text: Any) -> dict[str, Any] | None:
-    """Returns the object that a text is the JSON of; None of anything else."""
-    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+def json_if(value: Any, bracket: str) -> Any:
+    """Returns the JSON value of a text that begins with `bracket`; None of any other text or value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(bracket):
         return None
     try:
-        value = parse_json(text)
+        return parse_json(value)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def decode_tool_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def _object(value: Any, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
     found = parse_json_text(value, name, "an object")
     if not isinstance(found, dict):
         raise BadRow(f"{name} is {kind_of(found)}; give an object")
-    decoded = {field: inner for field in fields if (inner := json_object(found.get(field))) is not None}
+    decoded = {field: inner for field in fields if (inner := json_if(found.get(field), "{")) is not None}
     return found | decoded
 
 
@@ -98,12 +97,7 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
 
 def _conversation(value: Any) -> Any:
     """Returns the messages in a JSON text; any other value as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        messages = parse_json(value)
-    except ValueError:
-        return value
+    messages = json_if(value, "[")
     if messages and all(isinstance(message, dict) and "role" in message for message in messages):
         return messages
     return value

@@ -7,15 +7,17 @@ template's text instead: `enable_thinking: true` may change nothing, and be righ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mrl.data.encode import Encoder
+from mrl.config.sources import Role
+from mrl.data.encode import Encoder, extra_fields, is_blank
 from mrl.data.formats import Chat
-from mrl.data.messages import ROLES, extra_fields, is_blank
 from mrl.data.tokenizer import variables_of
 from mrl.errors import DataError
 
+ROLES = typing.get_args(Role)
 PROBE_TEXT = "a-text-that-stands-in"
 
 
@@ -63,14 +65,14 @@ def _without_each(encoder: Encoder, chat: Chat) -> Iterator[tuple[str, Chat | No
         variables = variables_of(encoder.tokenizer.get_chat_template(None, chat.tools))
         yield from ((f"chat_template_kwargs.{name}", None) for name in chat.template_kwargs if name not in variables)
     for name in dict.fromkeys(name for message in chat.messages for name in extra_fields(message)):
-        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, [name]) for m in chat.messages])
+        yield f"{name} of a message", dataclasses.replace(chat, messages=[_without(m, name) for m in chat.messages])
     for role in dict.fromkeys(message["role"] for message in chat.messages if _is_text(message)):
         messages = [{**m, "content": PROBE_TEXT} if m["role"] == role and _is_text(m) else m for m in chat.messages]
         yield f"messages of the role {role}", dataclasses.replace(chat, messages=messages)
 
 
-def _without(message: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key not in names}
+def _without(message: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _is_text(message: Mapping[str, Any]) -> bool:

@@ -73,13 +73,10 @@ class Preference:
 
 def detect(row: Row) -> str:
     """Returns the one form whose fields the row has. None or both is a DataError."""
-    fits = fitting_format(row, FIELDS)
-    if fits is not None:
-        return fits
-    raise DataError(
-        f"the fields {join_names(row) or 'none'} are no preference: give prompt, chosen and rejected, chosen and "
-        f"rejected as conversations, or prompt, completion and label; {RENAME_HINT}"
-    )
+    return fitting_format(
+        row, FIELDS, "are no preference: give prompt, chosen and rejected, chosen and rejected as conversations, or "
+        f"prompt, completion and label; {RENAME_HINT}",
+    )  # fmt: skip
 
 
 def parse(row: Row, format: str, prompt_end: str | None = None) -> list[tuple[Chat | Pair, bool]]:
@@ -209,9 +206,7 @@ class PreferenceDataset(EncodedRows[Preference]):
         self._vision = copy.deepcopy(vision)  # it has a tokenizer, as in SFTDataset
         super().__init__(*args, **options)
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect(row)
+    _form_of = staticmethod(detect)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._make_encoder(tokenizer, "assistant")

@@ -179,13 +179,12 @@ def _tried(key: str, url: str, fn: Callable[[], Any]) -> Any:
 
 def find_files(path: str, *, split: str | None, key: str) -> list[RemoteFile]:
     """Returns the files of a URL or hub id in the order of their names. Raises DataError where there are none."""
-    if path.startswith(("http://", "https://")):
-        if not re.fullmatch(r"[^\s@/]+(/[^\s]*)?", path.partition("://")[2]):
-            why = f"{shown_url(path).rpartition('@')[2]} is no address"
-            raise DataError(key, why=why, fix="give https://HOST/PATH without spaces and login")
-        files = [_tried(key, path, lambda: http_file(path))]
-    elif "://" in path:
-        files = _tried(key, path, lambda: _fsspec_files(path, key))
+    address = r"[^\s@/]+(/[^\s]*)?"
+    if path.startswith(("http://", "https://")) and not re.fullmatch(address, path.partition("://")[2]):
+        why = f"{shown_url(path).rpartition('@')[2]} is no address"
+        raise DataError(key, why=why, fix="give https://HOST/PATH without spaces and login")
+    if "://" in path:
+        files = _tried(key, path, lambda: _files_at(path, key))
     else:
         files = _tried(key, path, lambda: _hub_files(path, split, key))
     if split is not None and "://" in path:

@@ -15,12 +15,17 @@ A sequence is what `mrl ppo` gives a reward model (mrl/roles/reward_model.py): t
 template, or, without one, prompt and answer joined, with EOS. Its score is read at `scored_token`. A row's `weight` is
 what each of its pairs, answers or steps counts in the loss, 1 by default. Tools and template arguments are as in
 mrl/data/formats.py.
+
+The ends of an answer's steps are found in the rendered text by its characters, never by guessing. A step ends with the
+last token that holds nothing of the next one. If a separator shares a token with the next step, the step ends before
+that token. The last step ends at the token that scores the whole answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,15 +35,13 @@ from mrl.algorithms.preference import answer_weights
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.algorithms.scores import MARGIN, TARGETS
 from mrl.batch import Batch, make_batch
-from mrl.config.keys import join_names
 from mrl.config.rm import FORMAT_OF, ScoredDataConfig
 from mrl.data.dataset import EncodedRows, RejectedRow
-from mrl.data.encode import check_system
+from mrl.data.encode import Encoder, check_system
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, Pair, Row, Text, check_plain, fitting_format, parse_prompt, question, row_weight
 from mrl.data.json_text import decode_json_fields
 from mrl.data.preferences import answer_of, are_texts, check_fields, parse, too_long, weight_field
-from mrl.data.steps import encode_steps
 from mrl.data.vision import check_text_alone
 from mrl.errors import DataError, ModelError
 from mrl.weights.hf_config import pad_token_of
@@ -101,13 +104,10 @@ def padding(hf_config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> in
 
 def detect(row: Row) -> str:
     """Returns the one form whose fields the row has. None or several is a DataError."""
-    fits = fitting_format(row, FIELDS)
-    if fits is not None:
-        return fits
-    raise DataError(
-        f"the fields {join_names(row) or 'none'} are of no known form: give prompt, chosen and rejected, prompt, "
-        f"completion and score, or prompt, completions and labels; {RENAME_HINT}"
-    )
+    return fitting_format(
+        row, FIELDS, "are of no known form: give prompt, chosen and rejected, prompt, completion and score, or prompt, "
+        f"completions and labels; {RENAME_HINT}",
+    )  # fmt: skip
 
 
 def _number(value: Any, name: str) -> float:
@@ -152,9 +152,7 @@ class ScoredDataset(EncodedRows[ScoredRow]):
         self._loss, self._pad = loss, pad_token_id
         super().__init__(*args, **options)
 
-    @staticmethod
-    def _form_of(row: dict[str, Any]) -> str:
-        return detect(row)
+    _form_of = staticmethod(detect)
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.padding = self._pad, str(tokenizer.convert_ids_to_tokens(self._pad))
@@ -239,6 +237,67 @@ class ScoredDataset(EncodedRows[ScoredRow]):
         chat = question(row, content.prompt, content.plain_prompt).chat
         answer = {"role": "assistant", "content": content.completion}
         return self._encoder.with_system(dataclasses.replace(chat, messages=[*chat.messages, answer]))
+
+
+# -------------------------------------------------------------------------------------------------------- ends of steps
+
+
+_MARK = "\ue000\ue001"
+"""Stands for the answer where the template is asked what it writes around it: characters that no text has."""
+
+
+def encode_steps(
+    encoder: Encoder, content: Chat | Text, steps: Sequence[str], separator: str
+) -> tuple[list[int], list[int]]:
+    """Returns token ids, and the last token of each step but the last.
+
+    content: its last message, or the end of its text, is the steps joined by `separator`. Raises BadRow for a row's
+    fault, and DataError or ModelError for the template's or tokenizer's.
+    """
+    if not encoder.tokenizer.is_fast:
+        raise ModelError("the tokenizer tells no token's place in a text, as the ends of steps need; use the fast one")
+    content = encoder.fit_tool_arguments(content) if isinstance(content, Chat) else content
+    answer = separator.join(steps)
+    ids = encoder.encode(content).ids
+    text, start = _rendered(encoder, content, answer)
+    found = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    before = len(encoder.begin(found["input_ids"])) - len(found["input_ids"]) if isinstance(content, Text) else 0
+    if ids[before : before + len(found["input_ids"])] != found["input_ids"]:
+        raise DataError("the tokenizer gives other tokens for the text of a conversation than for the conversation")
+    ends = [start + length for length in accumulate(len(step) + len(separator) for step in steps[:-1])]
+    return ids, [before + place for place in _places(found["offset_mapping"], ends, len(separator))]
+
+
+def _rendered(encoder: Encoder, content: Chat | Text, answer: str) -> tuple[str, int]:
+    """Returns the text to tokenize, and the offset of the answer in it before stripping."""
+    if isinstance(content, Text):
+        return content.text, len(content.text) - len(answer)
+    text = encoder.render_text(content, content.messages)
+    marked = [*content.messages[:-1], {**content.messages[-1], "content": _MARK}]
+    parts = encoder.render_text(content, marked).split(_MARK)
+    if len(parts) == 2:
+        for shown in (answer, answer.strip()):
+            if text == parts[0] + shown + parts[1]:
+                return text, len(parts[0]) - answer.index(shown)
+    raise BadRow(
+        "the chat template writes the steps otherwise than they are, so where they end cannot be told; name another "
+        "template in data.chat_template"
+    )
+
+
+def _places(offsets: Sequence[tuple[int, int]], ends: Sequence[int], separator: int) -> list[int]:
+    """Returns the last token of each step. ends: offsets of the next steps' first characters."""
+    places, token = [], 0
+    for number, end in enumerate(ends):
+        while token < len(offsets) and offsets[token][1] <= end:
+            token += 1
+        if token == 0 or token == len(offsets) or offsets[token][0] < end - separator:
+            raise BadRow(
+                f"completions[{number}] and completions[{number + 1}] share a token, so the first has no end; set "
+                "data.step_separator to a text with tokens of its own, as a newline"
+            )
+        places.append(token - 1)
+    return places
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -9,23 +9,35 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
 import numpy as np
 
-from mrl.config.dpo import PreferenceDataConfig
-from mrl.config.ppo import PromptsConfig
-from mrl.config.rm import ScoredDataConfig
-from mrl.config.schema import DataConfig
-from mrl.data.dataset import RejectedRow, RowDataset, T
+from mrl.data.dataset import AnyRowsConfig, RejectedRow, RowDataset, T
 from mrl.data.mixture import MixedDataset, Mixer, OrderedRows, SourceProgress, mixture_changes
-from mrl.data.order import row_order, seed_of
 from mrl.data.streamed import START, Cursor, Mark
 from mrl.errors import CheckpointError, DataError, show
 
 NOTES_PER_BATCH = 5
 MAX_SKIPPED_IN_A_ROW = 100_000  # streamed rows in a row, none of which can be used, after which a run ends
+
+
+def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndarray:
+    """Returns [rows] int64: the order of an epoch.
+
+    A stable sort of Philox's raw output: NumPy keeps bit generators the same between versions, but not permutation().
+    """
+    if not shuffle:
+        return np.arange(rows)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Returns the seed of the order of a source: other than that of its neighbours, wherever it stands in the list."""
+    return (seed + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")) % 2**64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +84,11 @@ class Report:
 
     def no_rows_left(self, dataset: RowDataset[T]) -> DataError:
         return DataError(
-            f"data.{dataset.part}",
-            why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}",
+            f"data.{dataset.part}", why=f"{dataset.path}: none of its {dataset.size} can be used; {self.notes[0]}"
         )
 
 
-def may_leave_out(config: DataConfig | PromptsConfig | PreferenceDataConfig | ScoredDataConfig) -> bool:
+def may_leave_out(config: AnyRowsConfig) -> bool:
     """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
 
@@ -89,10 +100,19 @@ def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
     Raises DataError as `RowDataset.load` does, and if no row is left.
     """
     report = Report()
-    usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
-    if not usable:
+    return sum(1 for _ in usable_rows(dataset, report)), report.counts
+
+
+def usable_rows(dataset: RowDataset[T], report: Report) -> Iterator[tuple[int, T]]:
+    """Yields each usable row once, with its index, and fills `report`. Raises DataError where there is none."""
+    is_empty = True
+    for index in range(len(dataset)):
+        row = report.count(dataset, index)
+        if row is not None:
+            is_empty = False
+            yield index, row
+    if is_empty:
         raise report.no_rows_left(dataset)
-    return usable, report.counts
 
 
 def usable_of_mixture(dataset: MixedDataset[Any], seed: int, *, shuffle: bool = True) -> list[tuple[int, int | None]]:
@@ -146,6 +166,7 @@ class RowStream(Generic[T]):
         else:
             self._fingerprints = [source.fingerprint() for source in self.mixer.dataset.sources]
             self._progress = Progress(sources=(SourceProgress(),) * len(self.mixer.weights))
+        self._start = self._progress
 
     @property
     def counts(self) -> dict[str, int]:
@@ -195,7 +216,7 @@ class RowStream(Generic[T]):
 
     def walk(self) -> Iterator[TakenRows[T]]:
         """Yields the rows of the run from its beginning, one at a time, and moves nothing."""
-        progress = Progress(sources=(SourceProgress(),) * (0 if self.mixer is None else len(self.mixer.weights)))
+        progress = self._start
         while True:
             taken = self._after(progress, 1)
             yield taken

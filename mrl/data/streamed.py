@@ -128,7 +128,6 @@ class StreamedRows:
     ) -> None:  # fmt: skip
         self.buffer, self.key, self.what, self._exchange = buffer, key, what, exchange
         self.epochs: float | None = None  # after which nothing is read ahead
-        self.agree, self.leave_out = exchange.agree, exchange.leave_out
         files: list[RemoteFile] = []
 
         def found() -> tuple[list[tuple[str, int | None, str]], NamedFiles]:

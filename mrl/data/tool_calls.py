@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mrl.data.formats import Chat
-from mrl.data.json_text import json_object
+from mrl.data.json_text import json_if
 from mrl.errors import DataError
 
 Convert = Callable[[Any], Any]
@@ -51,7 +51,7 @@ def _conversion(messages: list[dict[str, Any]], render: Render) -> Convert | Non
 def _as_object(argument: Any) -> Any:
     if isinstance(argument, str) and not argument.strip():
         return {}  # a call without arguments
-    found = json_object(argument)
+    found = json_if(argument, "{")
     return argument if found is None else found
 
 

@@ -18,11 +18,10 @@ from typing import Any
 from mrl.config.inference import GenerateConfig
 from mrl.data.encode import NO_TEMPLATE
 from mrl.data.formats import Chat
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, UserError
-from mrl.inference.loaded import LoadedModel
-from mrl.inference.prompts import bound_in_words, check_length, read_tools
+from mrl.inference.loaded import LoadedModel, check_length, read_tools
 from mrl.inference.streaming import StreamedText
 from mrl.rollout.base import SampleRequest
 from mrl.trainers.console import Console
@@ -38,7 +37,7 @@ class Conversation:
     """
 
     def __init__(self, config: GenerateConfig, model: LoadedModel) -> None:
-        self._config, self._bounded = config, bound_in_words(config)
+        self._config = config
         self._tools = read_tools(config.request.tools)
         self._encoder = TurnEncoder(model.tokenizer)
         self.system, self.turns = config.data.system or "", list[dict[str, str]]()
@@ -67,7 +66,7 @@ class Conversation:
     def _tokens(self) -> list[int]:
         chat = Chat(self.messages, given=len(self.messages), tools=self._tools)
         tokens = self._encoder.prompt(chat)
-        check_length(len(tokens), self._config, where="the conversation", bounded=self._bounded)
+        check_length(len(tokens), self._config, where="the conversation")
         return tokens
 
     def _obey(self, line: str) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 from mrl.config.inference import EvalConfig, PlaceConfig
 from mrl.config.load import to_dict
-from mrl.inference.loaded import load_model
+from mrl.inference.loaded import load_model, prompts_of_file
 from mrl.inference.output import open_console, write_whole
-from mrl.inference.prompts import bound_in_words, prompts_of_file
 from mrl.inference.results import (
     FORMAT,
     compare,
@@ -71,9 +70,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     samples = config.rollout.samples_per_prompt
     found: list[tuple[list[Trajectory], Scores]] = []
     with load_model(config, place, console) as model, contextlib.ExitStack() as ends:
-        prompts, report, rows = prompts_of_file(
-            config, model, limit=config.request.limit, bounded=bound_in_words(config)
-        )
+        prompts, report, rows = prompts_of_file(config, model, limit=config.request.limit)
         say_all(console, rows.template_notes())
         say_left_out(console, "eval", report.counts, report.notes)
         console.doing("starting the reward functions")
@@ -93,7 +90,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     return {
         "mrl_eval": FORMAT, "task": config.request.task, "reward": reward_in_words(config), "samples": samples,
         "temperature": 0.0 if samples == 1 else config.rollout.temperature, "seed": config.seed,
-        "model": {"given": place.given, "what": model.place.what, "dtype": config.model.dtype},
+        "model": {"given": place.given, "what": model.what, "dtype": config.model.dtype},
         "reward_file": reward_file(config.rewards), "left_out": report.counts,
         "measures": measures_of(outcomes), **totals_of(outcomes), "faults": len(whole.faults),
         "metrics": metrics, "data": fingerprint, "versions": versions(), **git_states(), "command": command_line,

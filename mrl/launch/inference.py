@@ -66,7 +66,7 @@ def generate(
             raise UserError("--prompt", "", "is no prompt", "give a text")
         _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=is_greedy)
         if tools is not None:
-            from mrl.inference.prompts import read_tools
+            from mrl.inference.loaded import read_tools
 
             read_tools(tools)  # for what it refuses
         if out is not None:

@@ -264,8 +264,7 @@ class OpenRows:
         Rows of data.train come in the order of the run's first epoch. A mixture yields as many rows as its sources
         have. Streamed rows yield one pass over each source.
         """
-        from mrl.data.order import row_order
-        from mrl.data.stream import NOTES_PER_BATCH
+        from mrl.data.stream import NOTES_PER_BATCH, row_order
 
         if not self.shares and not self.dataset.is_streamed:
             shuffle = self.part == "train" and self.config.data.shuffle

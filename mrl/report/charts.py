@@ -25,7 +25,7 @@ class Chart:
 
     def matches(self, name: str) -> bool:
         """Returns whether the metric is drawn here."""
-        return any(re.fullmatch(re.escape(p).replace(r"\*", ".+"), name) for p in self.patterns)
+        return _listed(name, self.patterns) is not None
 
 
 def _chart(section: str, key: str, title: str, *patterns: str, stacked: bool = False) -> Chart:
@@ -156,7 +156,7 @@ def goal_of(name: str, *, rl: bool) -> Goal | None:
 
 
 def _listed(name: str, patterns: Iterable[str]) -> str | None:
-    return next((p for p in patterns if Chart("", "", "", (p,)).matches(name)), None)
+    return next((p for p in patterns if re.fullmatch(re.escape(p).replace(r"\*", ".+"), name)), None)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -184,8 +184,7 @@ def charts_of(names: Iterable[str]) -> list[Chart]:
         here = [name for name in left if chart.matches(name)]
         left = [name for name in left if name not in here]
         if here:
-            order = [next(i for i, p in enumerate(chart.patterns) if _listed(name, (p,)) is not None) for name in here]
-            ordered = [name for _, name in sorted(zip(order, here, strict=True))]
+            ordered = [name for pattern in chart.patterns for name in here if _listed(name, chart.patterns) == pattern]
             charts.append(dataclasses.replace(chart, names=tuple(ordered)))
     keys: set[str] = set()
     for name in left:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 
 from mrl.errors import UserError, printable, shortened
 from mrl.report import summary
-from mrl.report.differences import differences_of, value_text
 from mrl.report.page import MARK, InitialView, page
 from mrl.report.pictures import write_pictures
-from mrl.report.runs import Run, RunReader
+from mrl.report.runs import Run, RunReader, differences_of, value_text
 from mrl.report.samples import SampleReader
 
 PAGE, PICTURES = "index.html", "charts"

@@ -87,7 +87,7 @@
   // --------------------------------------------------------------------------------------------------------- curves
 
   function smoothed(values, counts, weight) {
-    // As mrl/report/curves.py: without a bias towards the first; of a long curve the values are means of buckets.
+    // As mrl/report/metrics_file.py: without a bias towards the first; of a long curve the values are means of buckets.
     let total = 0, weights = 0;
     return values.map((value, i) => {
       const n = counts ? counts[i] : 1;

@@ -23,10 +23,8 @@ import numpy
 import mrl
 from mrl.metric_names import METRICS
 from mrl.report.charts import Chart, charts_of
-from mrl.report.curves import MAX_POINTS, Points, bucket_means, choose
-from mrl.report.differences import Differences, differences_of, value_text
-from mrl.report.metrics_file import Table
-from mrl.report.runs import Run
+from mrl.report.metrics_file import MAX_POINTS, Points, Table, bucket_means, choose
+from mrl.report.runs import Differences, Run, differences_of, value_text
 from mrl.report.samples import Samples
 from mrl.report.summary import figures_of
 

@@ -11,7 +11,7 @@ import numpy
 
 from mrl.errors import one_line, shortened
 from mrl.report.charts import Chart, charts_of
-from mrl.report.curves import choose, smooth_values
+from mrl.report.metrics_file import choose, smooth_values
 from mrl.report.page import InitialView, stack_curves
 from mrl.report.runs import Run
 

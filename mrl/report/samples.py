@@ -14,11 +14,10 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mrl.report.runs import SAMPLES
-from mrl.report.token_text import TokenTexts
+from mrl.report.runs import CONFIG, EXPORT, SAMPLES, read_settings
 
-SERIES = {"step": "before step", "eval": "held-out, after step", "baseline": "greedy answers before step"}
-"""The name that a file begins with -> what its samples are (docs/samples.md)."""
+SERIES = ("step", "eval", "baseline")
+"""The names that files begin with (docs/samples.md): samples before a step, held-out ones, greedy ones."""
 
 MAX_FILES = 12
 """Files of a series that are read: evenly spaced, the first and the last among them."""
@@ -73,10 +72,9 @@ class SampleReader:
             read = [self._file(file, each) for file in chosen]
             shown += [entry for entry, _ in read]
             count = sum(len(entry["samples"]) for entry, _ in read)
-            of = f" of {len(of_series)}" if len(chosen) < len(of_series) else ""
             notes.append(
-                f"{name}: {count} samples of {len(chosen)} files{of}; the first {each} of each at most, and whole "
-                "groups where they fit"
+                f"{name}: {count} samples of {len(chosen)} of {len(of_series)} files; the first {each} of each at "
+                "most, and whole groups where they fit"
             )
             notes += [problem for _, problems in read for problem in problems]
         if self._texts.problem is not None and any("ids" in s for f in shown for s in f["samples"]):
@@ -132,7 +130,7 @@ def sample_files(folder: pathlib.Path) -> list[SampleFile]:
         if match is not None:
             file = SampleFile(folder / name, match[1], int(match[2]))
             files.setdefault((file.series, file.step), file)
-    return sorted(files.values(), key=lambda file: (list(SERIES).index(file.series), file.step))
+    return sorted(files.values(), key=lambda file: (SERIES.index(file.series), file.step))
 
 
 def pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
@@ -166,7 +164,7 @@ def read_rows(path: pathlib.Path) -> tuple[list[dict[str, Any]], list[str]]:
     except (OSError, EOFError, zlib.error) as error:
         problems.append(f"cannot be read beyond {len(rows)} samples ({error})")
     if broken:
-        problems.append(f"{broken} {'line is' if broken == 1 else 'lines are'} no sample and left out")
+        problems.append(f"lines that are no sample, and left out: {broken}")
     return rows, problems
 
 
@@ -208,3 +206,75 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+# ------------------------------------------------------------------------------------------------------- tokens as text
+
+
+TOKENIZER = "tokenizer.json"
+MODEL_KEYS = ("actor.model.path", "model.path")
+WINDOW = 4
+"""Tokens before one that are decoded with it: what a token adds may depend on them."""
+
+
+class TokenTexts:
+    """The tokenizer of a run's export, or else of its first model if that is a folder here.
+
+    No code of a model is run, and nothing is fetched: a tokenizer without tokenizer.json is none.
+    """
+
+    problem: str | None = None  # why there are no texts, for the page
+
+    def __init__(self, run: pathlib.Path) -> None:
+        self._run = run
+        self._tokenizer: Any = None
+        self._looked = False
+
+    def of(self, ids: Sequence[int]) -> list[str] | None:
+        """Returns the text that each token adds; None without a tokenizer.
+
+        A token that begins a character adds "". The token that ends the character has it.
+        """
+        if not self._looked:
+            self._looked = True
+            self._tokenizer = self._load()
+        return None if self._tokenizer is None else _pieces(self._tokenizer, list(ids))
+
+    def _load(self) -> Any:
+        keys = read_settings(self._run / CONFIG).keys
+        named = [str(keys[name]) for name in MODEL_KEYS if keys.get(name)]
+        folders = [self._run / EXPORT, *(pathlib.Path(os.path.expanduser(name)) for name in named)]
+        for folder in folders:
+            if (folder / TOKENIZER).is_file():
+                from tokenizers import Tokenizer
+
+                try:
+                    return Tokenizer.from_file(str(folder / TOKENIZER))
+                except Exception as error:  # the package raises nothing narrower
+                    self.problem = f"tokens are shown as ids: {folder / TOKENIZER} cannot be read ({error})"
+                    return None
+        places = " and ".join(str(folder) for folder in folders)
+        self.problem = f"tokens are shown as ids: there is no {TOKENIZER} in {places}"
+        return None
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Decodes each token behind the few before it, and removes the text of those alone (as vLLM and TGI stream)."""
+    pieces = []
+    begin = 0  # the first token of the window
+    shown = 0  # tokens whose text is in `pieces`
+    before = ""  # the text of the window up to `shown`
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
+        incomplete = text.endswith("\ufffd") and end < len(ids) and end - shown < WINDOW
+        if incomplete or len(text) < len(before):
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        shown = end
+        if end - begin >= 2 * WINDOW:
+            begin = end - WINDOW
+            before = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
+        else:
+            before = text
+    return pieces

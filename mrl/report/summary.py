@@ -11,9 +11,8 @@ import numpy
 
 from mrl.errors import printable, shortened
 from mrl.report.charts import goal_of, in_order, is_main
-from mrl.report.curves import smooth_values
-from mrl.report.differences import Differences
-from mrl.report.runs import Run
+from mrl.report.metrics_file import smooth_values
+from mrl.report.runs import Run, differences_of
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 22
@@ -121,7 +120,7 @@ def text(runs: Sequence[Run], *, smooth: float, every_metric: bool) -> str:
             )
     left = len(names) - len(shown)
     if left:
-        lines += ["", f"{left} more {'metric is' if left == 1 else 'metrics are'} on the page; --all shows them here"]
+        lines += ["", f"metrics that only the page has: {left}; --all shows them here"]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -135,8 +134,9 @@ def _scale(curves: Sequence[numpy.ndarray]) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
 
 
-def as_json(runs: Sequence[Run], differences: Differences, page: str | None) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], page: str | None) -> dict[str, Any]:
     """Returns the summary as plain data."""
+    differences = differences_of(runs)
     return {
         "runs": [
             {

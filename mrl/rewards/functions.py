@@ -17,17 +17,11 @@ from typing import Any, Literal
 
 import mrl
 from mrl.config.keys import join_names
-from mrl.config.rewards import (
-    FunctionReward,
-    NamedReward,
-    Reward,
-    RewardsConfig,
-)
+from mrl.config.rewards import FunctionReward, NamedReward, Reward, RewardsConfig
 from mrl.errors import ConfigError, one_line
-from mrl.rewards.answers import gsm8k, math, require_math_verify
 from mrl.rewards.calls import START, RewardCall, Sample, UnknownSignature
 from mrl.rewards.code import code
-from mrl.rewards.text import Row, exact_match, length, regex
+from mrl.rewards.text import Row, exact_match, gsm8k, length, math, regex, require_math_verify
 
 # Each as f(prompt, completion, row, options), with the options of the same name in `mrl.config.rewards`.
 NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {

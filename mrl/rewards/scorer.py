@@ -35,7 +35,6 @@ def is_binary(values: Sequence[float]) -> bool:
 class Scorer:
     """Holds the pool of processes that score.
 
-    - path: the key of `config` in the whole config
     - reports: the folder for faults, with completion and traceback; None: they are not written
     - first: samples with the first row of each source of the data
 
@@ -46,23 +45,16 @@ class Scorer:
     def __init__(
         self,
         config: RewardsConfig,
-        path: str = "rewards",
         reports: pathlib.Path | None = None,
         first: Sequence[Sample] = (),
     ) -> None:
-        self.config, self.path, self.reports = config, path, reports
+        self.config, self.reports = config, reports
         self.labels = tuple(label_of(reward) for reward in config.functions)
         self._pool = RewardPool(
-            [(f"{path}.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
+            [(f"rewards.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
             workers=config.workers, timeout_s=config.timeout_s, concurrency=config.concurrency,
             retries=Retries(config.retries, config.retry_wait_s), first=first if config.checks_first_rows else (),
         )  # fmt: skip
-
-    def __enter__(self) -> Scorer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the processes."""
@@ -115,8 +107,8 @@ class Scorer:
     def _advice(self, line: str, outcome: Outcome, report: pathlib.Path | None) -> str:
         raised = "its traceback and the completion are" if outcome.traceback else "the completion is"
         kept = "" if report is None else f"; {raised} in {report}"
-        time_too = f"raise {self.path}.timeout_s, " if outcome.timed_out else ""
-        return f"{line}; correct it, {time_too}or set {self.path}.on_error: zero{kept}"
+        time_too = "raise rewards.timeout_s, " if outcome.timed_out else ""
+        return f"{line}; correct it, {time_too}or set rewards.on_error: zero{kept}"
 
     def _write(self, reports: Sequence[str], position: Position, *, fatal: bool) -> pathlib.Path | None:
         """Returns the file of a step's faults; None if there is to be none."""
@@ -138,7 +130,7 @@ class Scorer:
 
     def _in_words(self, task: Task, fault: str) -> str:
         reward = self.config.functions[task.function]
-        key = f"{self.path}.functions[{task.function}]"
+        key = f"rewards.functions[{task.function}]"
         name = f"{key}.function: {reward.function}" if isinstance(reward, FunctionReward) else f"{key}: {reward.name}"
         where, others = task.samples[0].where, len(task.samples) - 1
         return f"{name}: row {where}{f' and {others} more samples' if others else ''}: {fault}"
@@ -173,11 +165,8 @@ def _completion_decides_time(reward: Reward) -> bool:
 
 def faults_in_words(faults: Sequence[str]) -> list[str]:
     """Returns lines for the console: the first faults, and the number of others."""
-    first, rest = list(faults[:3]), len(faults[3:])
-    if not rest:
-        return first
-    what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
-    return [*first, f"and {rest:,} more {what}"]
+    rest = len(faults[3:])
+    return [*faults[:3], *([f"other faults of rewards, each of which counts as 0: {rest:,}"] if rest else [])]
 
 
 def metrics(scores: Scores) -> dict[str, float]:

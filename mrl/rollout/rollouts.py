@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import RolloutConfig
 from mrl.data.formats import Chat
-from mrl.data.prompts import Prompt
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import Prompt, TurnEncoder
 from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
 from mrl.data.json_text import decode_tool_calls, template_kwargs_of, tools_of
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import UserError
 from mrl.serve import messages

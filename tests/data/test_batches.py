@@ -9,8 +9,7 @@ import torch
 
 from mrl.data.batches import BatchSource, eval_batches, steps_for_epochs
 from mrl.data.dataset import Example, SFTDataset
-from mrl.data.order import row_order
-from mrl.data.stream import Report, count_usable, may_leave_out
+from mrl.data.stream import Report, count_usable, may_leave_out, row_order
 from mrl.errors import CheckpointError, DataError
 from tests.data.tiny_tokenizers import CHATML_MARKED, config, make_tokenizer, turns, write_jsonl
 

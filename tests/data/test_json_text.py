@@ -6,7 +6,7 @@ import pytest
 
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import TurnEncoder
 from mrl.errors import DataError
 from tests.data.test_fields import dataset
 from tests.data.tiny_tokenizers import make_tokenizer, turns, write_jsonl

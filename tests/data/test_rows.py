@@ -177,24 +177,17 @@ def test_columns_of_json_are_the_same_tokens_from_every_source(tmp_path, monkeyp
 def test_text_in_a_column_of_json_that_is_none_is_a_bad_row(tmp_path):
     texts = pa.array(['{"a": 1}', "{'a': 1}", None]).cast(pa.json_())
     pq.write_table(pa.table({"text": ["a", "b", "c"], "more": pa.array(texts)}), tmp_path / "a.parquet")
-    whys = [
-        r"a.parquet:row 1: a value of type JSON is \"{'a': 1}\" \(Expecting",
-    ]
     for stream in (False, True):
         keys = {"stream": True, "shuffle_buffer": 0} if stream else {}
         dataset = SFTDataset(config(tmp_path / "a.parquet", **keys), make_tokenizer())
         indices = list(dataset._rows.head())
         assert [dataset._rows[indices[i]].get("more") for i in (0, 2)] == [{"a": 1}, None]
-        for index, why in zip(indices[1:2], whys, strict=True):
-            with pytest.raises(DataError, match=why):
-                dataset.load(index)
+        with pytest.raises(DataError, match=r"a.parquet:row 1: a value of type JSON is \"{'a': 1}\" \(Expecting"):
+            dataset.load(indices[1])
 
 
 def test_a_row_of_parquet_has_no_null_fields(tmp_path):
-    rows = [
-        {"messages": turns("a", "b")},
-        {"messages": [{"role": "user", "content": "c", "tool_calls": "x"}]},
-    ]
+    rows = [{"messages": turns("a", "b")}, {"messages": [{"role": "user", "content": "c", "tool_calls": "x"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet")[0] == rows
 

@@ -41,11 +41,7 @@ def read_after(tokenizer, sequence) -> list[str]:
 
 @pytest.mark.parametrize(
     "row",
-    [
-        PAIR,
-        {"prompt": "2 + 2?", "chosen": "4", "rejected": "fish"},
-        {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
-    ],
+    [PAIR, {"prompt": "2 + 2?", "chosen": "4", "rejected": "fish"}, {"chosen": ASKED + GOOD, "rejected": ASKED + BAD}],
     ids=["messages", "strings", "implicit prompt"],
 )
 def test_pairs_are_whole_conversations_read_at_their_last_token(tmp_path, row):

@@ -419,3 +419,27 @@ def test_other_file_systems_and_the_files_of_a_hub_id(tmp_path, folder):
     assert [file.url for file in found] == [str(tmp_path / "test.parquet")]
     with pytest.raises(DataError, match="has no files of a split more; it has train, test; set split to one of them"):
         remote.find_files(str(tmp_path), split="more", key="data.train")
+
+
+# -------------------------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "403 Client Error: Forbidden for url: https://cdn/a.jsonl?Signature=secret,secret (Request ID: 1)",
+        "Max retries exceeded with url: /a.jsonl?Signature=secret&Key=secret (Caused by Request ID: 1)",
+        "404, message='Not Found', url='https://host/a.jsonl?secret' Request ID: 1",
+    ],
+)
+def test_what_libraries_say_is_shown_without_signatures(text):
+    said = str(remote.read_failure("data.train", "hf://datasets/a/b/a.jsonl", OSError(text)))
+    assert "secret" not in said and "a.jsonl?(hidden)" in said and "Request ID: 1" in said
+
+
+def test_a_signature_that_is_refused_is_not_shown(monkeypatch):
+    """Python quotes the address without its host."""
+    monkeypatch.setattr(remote, "WAITS_TO_FIND_S", ())
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(InvalidURL: ") as refused:
+        remote.find_files("http://127.0.0.1:9/a.jsonl?se\x01cret", split=None, key="data.train")
+    assert "cret" not in str(refused.value)

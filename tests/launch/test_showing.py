@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.commands import data as record
-from mrl.data.order import row_order
 from mrl.data.show import TRAINS, ShownSequence, text_lines
+from mrl.data.stream import row_order
 from tests.data.tiny_tokenizers import make_tokenizer, write_jsonl
 from tests.trainers import tiny_runs
 

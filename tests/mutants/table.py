@@ -143,7 +143,7 @@ BATCHES = (
         ("at.position + 1 == len(self.dataset)", "at.position + 2 == len(self.dataset)"),
     ),
     *_of(
-        "data/order.py",
+        "data/stream.py",
         ("data/test_batches.py", "data/test_prompts.py"),
         ("np.array([seed % 2**64, epoch]", "np.array([seed % 2**64, 0]"),
     ),

@@ -62,11 +62,11 @@ GENERATE_AND_EVAL = (
     ),
     *_of(
         "inference/streaming.py",
-        "inference/test_streaming.py",
+        "inference/test_chat.py::test_what_is_written_is_the_whole_text",
         ("if not text.endswith(UNFINISHED):", "if text:"),
     ),
     *_of(
-        "inference/score.py",
+        "inference/generate.py",
         "inference/test_generate.py::test_scores_are_those_of_transformers[megatron]",
         ("if example.mask[i + 1]]", "if example.mask[i]]"),
     ),

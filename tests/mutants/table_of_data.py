@@ -29,7 +29,7 @@ OF_DATA = (
         "trainers/test_distill.py::test_a_teacher_has_no_dropout",
         ("with engine.eval_mode(), engine.without", "with torch.no_grad(), engine.without"),
     ),
-    *_of("data/order.py", "data/test_mixture.py", ("return (seed + int.from_bytes(", "return (int.from_bytes(")),
+    *_of("data/stream.py", "data/test_mixture.py", ("return (seed + int.from_bytes(", "return (int.from_bytes(")),
     *_of(
         "data/streamed.py",
         "data/test_streamed.py",

@@ -56,7 +56,7 @@ def test_the_table_of_a_run():
         "perf/step_s              0.5        0.5        0.5        1  ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄",
         "perf/memory_gb           1.5        1.5          -        -  ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄",
         "",
-        "1 more metric is on the page; --all shows them here",
+        "metrics that only the page has: 1; --all shows them here",
     ]
     assert "train/tokens" in mrl("runs/demo", "--no-page", "--all")
     assert not pathlib.Path("runs/demo/report").exists()

@@ -9,10 +9,9 @@ import pathlib
 import pytest
 
 from mrl.errors import UserError
-from mrl.report.differences import differences_of
 from mrl.report.make import Report, ReportOptions, check_folder
 from mrl.report.page import InitialView, as_script_data, page
-from mrl.report.runs import readers
+from mrl.report.runs import differences_of, readers
 from mrl.report.samples import Samples
 from tests.report import made_runs
 from tests.report.made_runs import HOSTILE

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from mrl.report import samples
-from mrl.report.samples import SampleReader, first_groups, sample_files
-from mrl.report.token_text import TokenTexts
+from mrl.report.samples import SampleReader, TokenTexts, first_groups, sample_files
 from mrl.rollout.samples import write_samples
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
 from tests.report import made_runs
@@ -51,7 +50,7 @@ def test_samples_that_the_trainer_wrote(tmp_path):
     assert file["samples"][0]["prompt"] == [{"role": "user", "content": "hello \u2028é"}]
     assert [shown["advantage"] for shown in file["samples"]] == [1.0, -1.0, 0.5, -0.5]
     assert found.notes == [
-        "step: 4 samples of 1 files; the first 100 of each at most, and whole groups where they fit",
+        "step: 4 samples of 1 of 1 files; the first 100 of each at most, and whole groups where they fit",
         "--samples N puts up to N of a run on the page; here it was 100",
     ]
 
@@ -127,7 +126,7 @@ def test_what_is_no_sample_is_said(run):
     by_step = {file["step"]: file for file in found.files if file["series"] == "step"}
     assert [sorted(s)[:2] for s in by_step[9]["samples"]] == [["advantage", "completion"]] * 2 + [[]]
     notes = "\n".join(found.notes)
-    assert "step_00000009.jsonl: 2 lines are no sample and left out" in notes
+    assert "step_00000009.jsonl: lines that are no sample, and left out: 2" in notes
     assert "step_00000011.jsonl.gz: cannot be read beyond 0 samples (" in notes
 
 

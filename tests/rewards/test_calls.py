@@ -94,12 +94,7 @@ def test_a_row_that_lacks_what_a_function_names(function, row, message):
 
 ONE, VERL, TRL, GROUP = (
     RewardCall(f)
-    for f in (
-        lambda completion: 0,
-        lambda solution_str: 0,
-        lambda completions: 0,
-        lambda prompt, completions: 0,
-    )
+    for f in (lambda completion: 0, lambda solution_str: 0, lambda completions: 0, lambda prompt, completions: 0)
 )
 
 

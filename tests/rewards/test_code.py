@@ -216,10 +216,7 @@ def test_the_machine_is_left_as_it_is_and_memory_is_the_process_own():
     assert run_python(REFUSED_CALLS, limits=LIMITS).finished
 
 
-@pytest.mark.parametrize(
-    ("header", "column"),
-    [("x86_64-linux-gnu/asm/unistd_64.h", 0), ("asm-generic/unistd.h", 1)],
-)
+@pytest.mark.parametrize(("header", "column"), [("x86_64-linux-gnu/asm/unistd_64.h", 0), ("asm-generic/unistd.h", 1)])
 def test_numbers_of_refused_calls_are_the_kernels(header, column):
     """ARM64 has the generic numbers."""
     path = pathlib.Path("/usr/include") / header

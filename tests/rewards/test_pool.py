@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -45,7 +46,7 @@ def make(path, *, workers=2, timeout_s=1.5, names=NAMES, concurrency=8, retries=
 
 @pytest.fixture(scope="module")
 def pool(path):
-    with make(path) as pool:
+    with contextlib.closing(make(path)) as pool:
         yield pool
 
 
@@ -101,7 +102,7 @@ def test_faults(pool, name, completion, fault):
 
 
 def test_a_crash_in_a_library_says_which_lines_called_it(path, capfd):
-    with make(path) as pool:
+    with contextlib.closing(make(path)) as pool:
         pool.run(scripts("segfault"))
     assert re.search(r"Fatal Python error: Segmentation fault.*my_rewards.py.* in script", capfd.readouterr().err, re.S)
 
@@ -126,7 +127,7 @@ def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
 
 def test_calls_beside_one_that_ends_a_process_are_made_once(path, tmp_path):
     after = tmp_path / "after"
-    with make(path, workers=1, timeout_s=1) as pool:
+    with contextlib.closing(make(path, workers=1, timeout_s=1)) as pool:
         outcomes = pool.run(scripts("give 1", "exit", *[f"note {after}"] * 20))
     assert [i for i, o in enumerate(outcomes) if o.fault] == [1] and len(after.read_text()) == 20
 
@@ -134,7 +135,7 @@ def test_calls_beside_one_that_ends_a_process_are_made_once(path, tmp_path):
 def test_a_call_that_failed_is_made_again_after_a_pause(path, tmp_path):
     tries, start = [tmp_path / "a", tmp_path / "b", tmp_path / "c"], time.monotonic()
     tasks = scripts(*(f"busy {file}" for file in tries[:2]), "hang") + scripts(f"busy {tries[2]}", name="async_script")
-    with make(path, timeout_s=0.3, retries=Retries(2, 0.1)) as pool:
+    with contextlib.closing(make(path, timeout_s=0.3, retries=Retries(2, 0.1))) as pool:
         outcomes = pool.run(tasks)
         assert len(pool.made_again) == 8 and {f.split(" (")[0] for f in pool.made_again} == {
             "raised ConnectionError: busy", "took longer than 0.3 s",
@@ -146,7 +147,7 @@ def test_a_call_that_failed_is_made_again_after_a_pause(path, tmp_path):
 
 
 def test_async_calls_run_together(path):
-    with make(path, workers=1, names=NAMES, timeout_s=5) as pool:
+    with contextlib.closing(make(path, workers=1, names=NAMES, timeout_s=5)) as pool:
         pool.run(scripts("give 1", name="async_script"))
         start = time.monotonic()
         assert [value(o) for o in pool.run(scripts(*["sleep 0.5"] * 16, name="async_script"))] == [1.0] * 16
@@ -207,7 +208,7 @@ def test_a_file_that_ends_its_process_is_a_config_error(tmp_path):
 
 
 def test_processes_do_not_load_torch(path):
-    with make(path, names=("script",), workers=1) as pool:
+    with contextlib.closing(make(path, names=("script",), workers=1)) as pool:
         assert pool.run(scripts("give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules")) == [gave(0.0)]
 
 

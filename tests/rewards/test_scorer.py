@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 import re
@@ -31,7 +32,9 @@ def samples(*completions):
 
 
 def scorer(*functions, **keys):
-    return Scorer(parse_rewards({"functions": list(functions), "workers": 1, "timeout_s": 1, **keys}))
+    return contextlib.closing(
+        Scorer(parse_rewards({"functions": list(functions), "workers": 1, "timeout_s": 1, **keys}))
+    )
 
 
 def test_the_total_is_the_weighted_sum(path):
@@ -74,7 +77,7 @@ def test_a_fault_names_the_users_own_line_and_keeps_traceback_and_completion(pat
     assert fault.endswith(f"raised KeyError: 'score' (my_rewards.py:{line}); counts as 0")
     config = parse_rewards({"functions": [{"function": f"{path}:parses"}], "workers": 1})
     kept = tmp_path / "failed" / "reward_step_12.txt"
-    with Scorer(config, reports=kept.parent) as scoring, pytest.raises(RewardError) as caught:
+    with contextlib.closing(Scorer(config, reports=kept.parent)) as scoring, pytest.raises(RewardError) as caught:
         scoring.score(samples('{"score": 1}', "{no JSON"), Position(step=12))
     said = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
     assert f"row train.jsonl:2: raised JSONDecodeError: {said} (my_rewards.py:{line})" in str(caught.value)
@@ -118,7 +121,8 @@ def test_a_field_that_a_first_row_lacks_is_said_before_anything_is_scored(path):
         rows = [Sample("", "", first, "f:1"), Sample("", "", row, "f:2")]
         with pytest.raises(ConfigError, match=re.escape(says)):
             Scorer(parse_rewards({"functions": functions, "workers": 1}), first=rows)
-    with Scorer(parse_rewards({"functions": functions, "workers": 2, "on_error": "zero"}), first=rows) as scoring:
+    lenient = parse_rewards({"functions": functions, "workers": 2, "on_error": "zero"})
+    with contextlib.closing(Scorer(lenient, first=rows)) as scoring:
         assert len(scoring._pool.pids) == 2
 
 
@@ -136,8 +140,8 @@ def test_a_field_of_a_shipped_reward_that_a_first_row_lacks(field):
 def test_many_faults_are_three_lines_and_a_count():
     faults = [f"row {i}: bad; counts as 0" for i in range(1024)]
     assert faults_in_words(faults[:3]) == faults[:3] and faults_in_words(()) == []
-    assert faults_in_words(faults[:4])[3] == "and 1 more fault of rewards, which counts as 0"
-    assert faults_in_words(faults) == [*faults[:3], "and 1,021 more faults of rewards, which count as 0"]
+    assert faults_in_words(faults[:4])[3] == "other faults of rewards, each of which counts as 0: 1"
+    assert faults_in_words(faults) == [*faults[:3], "other faults of rewards, each of which counts as 0: 1,021"]
 
 
 def test_a_completion_that_makes_the_comparison_hang_is_wrong_and_noted():

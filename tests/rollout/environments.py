@@ -5,8 +5,7 @@ from unittest import mock
 
 from mrl.config.ppo import RolloutConfig
 from mrl.data.formats import parse_prompt
-from mrl.data.prompts import Prompt
-from mrl.data.turns import TurnEncoder
+from mrl.data.prompts import Prompt, TurnEncoder
 from mrl.engine.base import Completion
 from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mrl.data.order import row_order
+from mrl.data.stream import row_order
 from mrl.metric_names import SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mrl.config.dpo import PreferenceDataConfig
 from mrl.data.dataset import SFTDataset
-from mrl.data.order import row_order
 from mrl.data.preferences import PreferenceDataset
+from mrl.data.stream import row_order
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
 from mrl.weights.hf_config import read_hf_config

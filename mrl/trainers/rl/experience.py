@@ -22,7 +22,7 @@ from mrl.algorithms.kl import KLController, kl_estimate
 from mrl.algorithms.ragged import tokens_after_prompt
 from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
 from mrl.batch import Batch
-from mrl.data.order import row_order
+from mrl.data.stream import row_order
 from mrl.engine.sampling import noise_key
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers.rl.teachers import References, kl_of_sequences, mini_batches
