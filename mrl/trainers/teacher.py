@@ -26,8 +26,7 @@ from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
-from mrl.roles.teacher_server import TeacherServer
+from mrl.roles.frozen import Ask, FrozenModel, TeacherServer, ask_role, ask_server
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.opening import say_choices
 from mrl.trainers.task import role_config

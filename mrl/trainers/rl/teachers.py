@@ -23,8 +23,7 @@ from mrl.config.recipes import OPD_NAMES
 from mrl.config.roles import engine_of, is_served, model_of, rewrite_role_error_keys, section_of, teachers_of
 from mrl.data.tokenizer import check_same_vocabulary, load_tokenizer
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.roles.frozen import Ask, ask_role, ask_server
-from mrl.roles.teacher_server import TeacherServer
+from mrl.roles.frozen import Ask, TeacherServer, ask_role, ask_server
 from mrl.trainers.teacher import known_vocab_size
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config
