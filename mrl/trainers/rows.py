@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mrl.batch import Batch
 from mrl.config.checks import check_schedule
 from mrl.config.command import command_of
 from mrl.config.load import to_dict
@@ -17,23 +20,30 @@ from mrl.config.resume import check_resume, expand_nulls
 from mrl.config.schema import ModelConfig
 from mrl.config.stream_checks import streamed_keys
 from mrl.data.batches import BatchSource
+from mrl.data.dataset import RowDataset
 from mrl.data.mixture import notes_of_rows
+from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.collective import OnMainInThread
 from mrl.engine.registry import build_engine
-from mrl.errors import DataError, ServerError
+from mrl.errors import DataError, ServerError, TrainingError
 from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.role_checkpoints import MODEL
 from mrl.rollout.stops import EndTokens
-from mrl.trainers.common import load_newest, say_all, say_mtp_layers
+from mrl.trainers.common import (
+    CheckpointSaver,
+    check_background,
+    last_good,
+    load_newest,
+    say_all,
+    say_left_out,
+    say_mtp_layers,
+)
 from mrl.trainers.console import Console
-from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.length import length_of
-from mrl.trainers.opening import say_choices, say_length, say_model
+from mrl.trainers.opening import length_of, say_choices, say_length, say_model
 from mrl.trainers.run_directory import StartState
-from mrl.trainers.saves import CheckpointSaver, check_background
 from mrl.trainers.step_guard import StepGuard
 from mrl.trainers.task import Task
 from mrl.trainers.throughput import Throughput
@@ -218,3 +228,77 @@ def loop(trainer: RowsTrainer) -> None:
         row |= source.metrics | trainer.saves.metrics() | task.means_of(made, ctx | {"metrics": found})
         row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
         trainer.finish_step(row)
+
+
+class Evaluation:
+    """The loss on data.eval, as often as it is asked for. sets: by name, "" where there is one alone."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task[Any],
+        sets: Mapping[str, RowDataset[Any]],
+    ) -> None:
+        self.trainer, self.task, self.sets = trainer, task, sets
+        self.reported = False
+
+    def batches(self, name: str, report: Report | None = None) -> Iterator[Batch]:
+        """Yields the batches of one evaluation on a set. report: of rows left out, is filled on the way."""
+        every = self.task.eval_batches(self.sets[name], report)
+        return itertools.islice(every, self.task.config.train.eval_batches)
+
+    def read_rows(self) -> None:
+        """Reads all that is evaluated on, and raises what is wrong with a row."""
+        for name in self.sets:
+            for _ in self.batches(name):
+                pass
+
+    def run(self, step: int) -> dict[str, float] | None:
+        """Returns the mean loss after `step`, and the task's other means: the sums of all batches, divided once; of
+        each set, and of all together.
+
+        None where a signal came first.
+
+        Raises TrainingError where the loss is not finite.
+        """
+        self.trainer.console.doing("evaluating")
+        means = {"loss": self.task.denominator, **self.task.means}
+        all_sums, all_counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
+        metrics: dict[str, float] = {}
+        for name in self.sets:
+            measured = self._measure(name, means)
+            if measured is None:
+                return None
+            sums, counts = measured
+            if name:
+                metrics |= {f"eval/{name}/{mean}": sums[mean] / counts[mean] for mean in means if counts[mean]}
+            for mean in means:
+                all_sums[mean] += sums[mean]
+                all_counts[mean] += counts[mean]
+        self.reported = True
+        metrics = {f"eval/{mean}": all_sums[mean] / all_counts[mean] for mean in means if all_counts[mean]} | metrics
+        if not math.isfinite(metrics["eval/loss"]):
+            good = last_good(self.trainer.dispatch, self.trainer.directory, step)
+            raise TrainingError(f"step {step}: the loss on data.eval is {metrics['eval/loss']}; {good}")
+        return metrics
+
+    def _measure(self, of: str, means: Mapping[str, str]) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Returns the sums of the means on one set and what they are divided by; None where a signal came first."""
+        trainer, task, report = self.trainer, self.task, Report()
+        dispatch = trainer.dispatch
+        sums, counts = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
+        tokens = 0.0
+        for batch in self.batches(of, report):
+            if trainer.stop_requested:
+                return None
+            made, ctx = task.prepare(dispatch, batch)
+            loss, found = dispatch.evaluate(MODEL, made, task.loss_fn, PLAIN_CTX | ctx, task.denominator)
+            metrics = {"loss": loss, **task.means_of(made, ctx | {"metrics": found})}
+            for name, mean in ((name, metrics[name]) for name in means if name in metrics):
+                sums[name] += mean * made.denominators[means[name]]
+                counts[name] += made.denominators[means[name]]
+            tokens += made.denominators["tokens"]
+            self.trainer.console.detail(f"{of} {tokens:,.0f} tokens".lstrip())
+        if not self.reported:
+            say_left_out(trainer.console, f"eval.{of}".rstrip("."), report.counts, report.notes)
+        return sums, counts

@@ -32,6 +32,7 @@ from mrl.errors import DataError, Stopped, UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import (
+    CheckpointSaver,
     Progress,
     already_done,
     check_outside,
@@ -48,7 +49,6 @@ from mrl.trainers.common import (
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.adapter_folder import is_adapter

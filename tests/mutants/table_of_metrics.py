@@ -38,7 +38,7 @@ OF_METRICS = (
         ("scoring.select(whole, range(start, end))", "whole"),
     ),
     *_of(
-        "trainers/evaluation.py",
+        "trainers/rows.py",
         "trainers/test_loops.py::test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is_of",
         ("sums[name] += mean * made.denominators[means[name]]", 'sums[name] += mean * made.denominators["tokens"]'),
         ("all_sums[mean] += sums[mean]", "all_sums[mean] += sums[mean] / (counts[mean] or 1)"),

@@ -21,14 +21,12 @@ from mrl.roles.dispatch import StepResult
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import common, rows
 from mrl.trainers import trainer as run
-from mrl.trainers.common import Progress
-from mrl.trainers.evaluation import Evaluation
+from mrl.trainers.common import CheckpointSaver, Progress
 from mrl.trainers.rl import prepare
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.trainer import PPOTrainer
-from mrl.trainers.rows import RowsTrainer
+from mrl.trainers.rows import Evaluation, RowsTrainer
 from mrl.trainers.run_directory import RunDirectory, StartState
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.step_guard import StepGuard
 from tests.config.test_load import PPO_BASE, base, merged
 from tests.trainers.test_parts import make_checkpoint

@@ -23,7 +23,7 @@ from mrl.engine.registry import build_engine
 from mrl.ops.devices import device_type
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import FrozenModel
-from mrl.trainers.saves import check_background
+from mrl.trainers.common import check_background
 from mrl.weights.adapter_folder import is_adapter
 from mrl.weights.hub import model_fingerprint, model_folder
 

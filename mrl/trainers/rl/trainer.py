@@ -25,10 +25,9 @@ from mrl.rollout.base import SharedRollouts, TrajectorySource
 from mrl.rollout.ranks import init_ranks
 from mrl.rollout.servers import ServerSampler
 from mrl.rollout.stops import EndTokens
-from mrl.trainers.common import is_due, say_all, say_mtp_layers
+from mrl.trainers.common import CheckpointSaver, is_due, say_all, say_mtp_layers
 from mrl.trainers.console import Console
-from mrl.trainers.length import length_of
-from mrl.trainers.opening import say_choices, say_length, say_model
+from mrl.trainers.opening import length_of, say_choices, say_length, say_model
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
@@ -39,7 +38,6 @@ from mrl.trainers.rl.samplers import open_rollouts
 from mrl.trainers.rl.scoring import Scoring, scoring_of
 from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import StartState
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.trainer import Trainer, console_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.hub import check_same_model
