@@ -17,11 +17,18 @@ from mrl.trainers.common import log_without_evaluation, say_all
 from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
-from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
 from mrl.trainers.rl.rollout_ranks import joined_worlds
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.trainer import PPOTrainer, trainer_of
-from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
+from mrl.trainers.rl.updates import (
+    check_rollout,
+    end_iteration,
+    policy_metrics,
+    prepare,
+    rollout_metrics,
+    train_actor,
+    train_critic,
+)
 from mrl.trainers.throughput import FreedMemory
 
 

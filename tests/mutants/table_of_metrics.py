@@ -29,8 +29,8 @@ OF_METRICS = (
         ('"rollout/finished": len(finished) / len(lengths)', '"rollout/finished": len(finished) / groups'),
         ("(sum(lengths) + sum(beside)) / self.rollout_s", "sum(lengths) / self.rollout_s"),
     ),
-    *_of("trainers/rl/invariants.py", MEASURED, ('fields["old_log_probs"].double())[trained_T].abs()', 'fields["old_log_probs"].double())[trained_T]')),
-    *_of("trainers/rl/teachers.py", MEASURED, ('fields["ref_log_probs"].double(), "k1")\n    return', 'fields["ref_log_probs"].double(), "k3")\n    return')),
+    *_of("trainers/rl/updates.py", MEASURED, ('fields["old_log_probs"].double())[trained_T].abs()', 'fields["old_log_probs"].double())[trained_T]')),
+    *_of("trainers/rl/roles.py", MEASURED, ('fields["ref_log_probs"].double(), "k1")\n    return', 'fields["ref_log_probs"].double(), "k3")\n    return')),
     *_of(
         "trainers/rl/evaluation.py",
         MEASURED,

@@ -22,7 +22,7 @@ from mrl.rollout.stops import EndTokens
 from mrl.trainers import common, rows
 from mrl.trainers import trainer as run
 from mrl.trainers.common import CheckpointSaver, Progress
-from mrl.trainers.rl import prepare
+from mrl.trainers.rl import updates
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.trainer import PPOTrainer
 from mrl.trainers.rows import Evaluation, RowsTrainer
@@ -133,13 +133,13 @@ def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
 
 def test_scores_are_shown_in_the_order_of_their_sequences(monkeypatch):
     order, seen = epoch_order(7, 3, 0, 6), []
-    monkeypatch.setattr(prepare, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
+    monkeypatch.setattr(updates, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
     trainer = there(
         config=there(seed=7, train=there(guards=False)), recipe=None, said_equal_rewards=False, console=there(),
         progress=Progress(step=1),
     )  # fmt: skip
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
-    prepare.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
+    updates.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
     assert seen == [list(map(float, order))] and list(order) != sorted(order)
 
 

@@ -26,7 +26,7 @@ from mrl.batch import Batch
 from mrl.data.order import row_order
 from mrl.engine.sampling import noise_key
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.trainers.rl.teachers import References, kl_of_sequences, mini_batches
+from mrl.trainers.rl.roles import References, kl_of_sequences, mini_batches
 
 ORDER = 0x6D696E69
 """Keeps the order of mini-batches apart from that of the prompts, which follows from the same seed."""

@@ -33,10 +33,16 @@ from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.prompts import PromptsTask
-from mrl.trainers.rl.roles import make_dispatch, role_fingerprints, role_folder, set_total_steps
+from mrl.trainers.rl.roles import (
+    check_vocabularies,
+    make_dispatch,
+    references_of,
+    role_fingerprints,
+    role_folder,
+    set_total_steps,
+)
 from mrl.trainers.rl.samplers import open_rollouts
 from mrl.trainers.rl.scoring import Scoring, scoring_of
-from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import StartState
 from mrl.trainers.trainer import Trainer, console_of
 from mrl.weights.hf_config import read_hf_config

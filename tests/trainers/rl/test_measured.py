@@ -21,10 +21,10 @@ from mrl.trainers import ppo
 from mrl.trainers.rl.collect import ScoredRollout, conversation_metrics
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
-from mrl.trainers.rl.prepare import policy_metrics, rollout_metrics
+from mrl.trainers.rl.roles import References
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import histograms, mean_advantages
-from mrl.trainers.rl.teachers import References
+from mrl.trainers.rl.updates import policy_metrics, rollout_metrics
 from tests.config.test_load import PPO_BASE
 
 
