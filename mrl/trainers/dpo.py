@@ -42,9 +42,8 @@ from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
-from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.dispatch import MODEL, WorkerDispatch
 from mrl.roles.frozen import FrozenModel
-from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model

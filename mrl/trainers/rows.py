@@ -29,8 +29,7 @@ from mrl.engine.collective import OnMainInThread
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, ServerError, TrainingError
 from mrl.ops.devices import device_type
-from mrl.roles.dispatch import WorkerDispatch
-from mrl.roles.role_checkpoints import MODEL
+from mrl.roles.dispatch import MODEL, WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import (
     CheckpointSaver,

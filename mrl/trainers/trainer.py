@@ -354,7 +354,7 @@ class Trainer(abc.ABC):
         state |= to_come()
         saved = self.saves.save(
             lambda: dispatch.save_checkpoint(
-                root, remote, global_step=progress.step, keep=keep, state=state, protect=protect
+                root, global_step=progress.step, state=state, remote=remote, keep=keep, protect=protect
             )
         )
         dispatch.on_main(name_best)
