@@ -130,15 +130,16 @@ class TeacherServer:
 
     def _ids_of(self, text: str) -> list[dict[str, Any]]:
         """Returns, of each of a text's tokens, its id there with what is said of it; None of the first."""
-        body = {
-            "model": self.name, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": 0,
-        }  # fmt: skip
-        answer = self.http.post(COMPLETIONS, body)
+        answer = self._ask(text, 0, add_special_tokens=False)
         try:
             return list(answer["choices"][0]["prompt_logprobs"])
         except (KeyError, IndexError, TypeError) as error:
             raise self._unexpected(error) from error
+
+    def _ask(self, prompt: str | list[int], count: int, **options: bool) -> Any:
+        """Returns the answer with `count` log-probs of each of a prompt's tokens."""
+        body = {"model": self.name, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+        return self.http.post(COMPLETIONS, body | options)
 
     def top_and_labels(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ids [N, count] int32, log-probs [N, count] fp32 and log-probs of labels [N] fp32. They are of the
@@ -160,11 +161,7 @@ class TeacherServer:
     ) -> list[tuple[list[tuple[int, float]], float]]:
         """Returns, of each of the places, (id, log-prob) of the likeliest tokens after it, the likeliest first, and the
         log-prob of the one that is there."""
-        body = {
-            "model": self.name, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0,
-            "prompt_logprobs": max(1, count),
-        }  # fmt: skip
-        answer = self.http.post(COMPLETIONS, body)
+        answer = self._ask(list(ids), max(1, count))
         try:
             found = [(answer["choices"][0]["prompt_logprobs"][place + 1], str(ids[place + 1])) for place in places]
             return [(_largest(each, count), float(each[label]["logprob"])) for each, label in found]

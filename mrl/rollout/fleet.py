@@ -66,9 +66,9 @@ class Fleet:
         config: ServerConfig,
         *,
         weights_dir: str,
-        max_length: int | None,
-        device: torch.device,
-        adapted: AdapterTraining | None,
+        max_length: int | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
+        adapted: AdapterTraining | None = None,
         ahead: int = 0,
         say: Callable[[str], None] = lambda line: None,
         vocab_size: int | None = None,
@@ -282,7 +282,6 @@ class FleetSampler(Sampler):
     def __init__(self, fleet: Fleet, servers: ServerGroup) -> None:
         self._fleet, self.servers = fleet, servers
         self.held: str | None = None
-        self._todo: collections.deque[int] = collections.deque()
 
     def hold(self) -> None:
         """Samples by the fleet's newest weights, also when it has newer ones, until `release`."""
@@ -290,11 +289,6 @@ class FleetSampler(Sampler):
 
     def release(self) -> None:
         self.held = None
-
-    @property
-    def waiting(self) -> int:
-        """Requests that no server has yet."""
-        return len(self._todo)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
@@ -309,7 +303,6 @@ class FleetSampler(Sampler):
             completions = {index: made for index, made in completions.items() if made[1] in servers}
             if len(completions) == len(requests):
                 return [completions[index][0] for index in range(len(requests))]
-            self._todo = collections.deque(index for index in range(len(requests)) if index not in completions)
             self._ask(servers, requests, completions, version)
 
     def _ask(
@@ -319,8 +312,9 @@ class FleetSampler(Sampler):
         completions: dict[int, tuple[Completion, Server]],
         version: str | None,
     ) -> None:
-        """Asks servers for the completions in `_todo`. Those of a lost server are done by others, or are left."""
-        fleet, todo = self._fleet, self._todo
+        """Asks servers for the completions that are missing. Those of a lost server are done by others, or are left."""
+        fleet = self._fleet
+        todo = collections.deque(index for index in range(len(requests)) if index not in completions)
         adapter = version if fleet.takes_adapters else None
 
         def work(server: Server) -> None:

@@ -18,13 +18,12 @@ from mrl.rollout.rollouts import OnMain
 from mrl.weights.pt_file import read_pt, write_pt
 
 _PROMPT_FIELDS = ("content", "tokens", "truncated")  # an environment's reset may have replaced them
-_FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")
 
 
 def trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     """Returns plain data of a trajectory, and of its prompt what an environment may have replaced."""
     prompt = {name: getattr(trajectory.prompt, name) for name in _PROMPT_FIELDS}
-    return {name: getattr(trajectory, name) for name in _FIELDS} | {"prompt": prompt}
+    return vars(trajectory) | {"prompt": prompt}
 
 
 def trajectory_from_state(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:

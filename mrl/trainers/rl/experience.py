@@ -62,7 +62,7 @@ class Experience:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, for a checkpoint in the middle of an iteration."""
-        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
+        fields = vars(self.batch)
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
         return {"batch": plain, "iteration": self.iteration}
 
