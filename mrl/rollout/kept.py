@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.data.prompts import Prompt
 from mrl.errors import CheckpointError, unwritable
-from mrl.rollout.base import Series, Trajectory, TrajectorySource
+from mrl.rollout.base import Trajectory, TrajectoryRequest, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 from mrl.weights.pt_file import read_pt, write_pt
 
@@ -74,26 +74,18 @@ class KeptRollouts(TrajectorySource):
         self._on_main(lambda: self._remove_others(made, self._ahead))
         self._source.begin(run_id, made)
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        greedy: bool = False,
-        round: int = 0,
-        series: Series = "step",
-        made: int | None = None,
-    ) -> list[Trajectory]:
+    def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` does, or reads a file."""
+        step, series, made = asked.step, asked.series, asked.made
         if made is None:
             made = step if series == "eval" else step - 1
-        asked = {
-            "made": made, "step": step, "series": series, "round": round, "greedy": greedy, "samples": samples,
-            "prompts": self._digest(prompts), "run": self._run_id if made else "", "origin": self._origin,
+        key = {  # its order is in the names of files
+            "made": made, "step": step, "series": series, "round": asked.round, "greedy": asked.greedy,
+            "samples": asked.samples, "prompts": self._digest(prompts), "run": self._run_id if made else "",
+            "origin": self._origin,
         }  # fmt: skip
-        path = self._folder / f"{series}_{step:08d}_{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}.pt"
-        found = self._on_main(lambda: self._read(path, asked, prompts))
+        path = self._folder / f"{series}_{step:08d}_{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.pt"
+        found = self._on_main(lambda: self._read(path, key, prompts))
         self.earlier_s = 0.0
         if found is not None:
             trajectories, self.earlier_s = found
@@ -102,11 +94,9 @@ class KeptRollouts(TrajectorySource):
             )
             return trajectories
         began_s = time.perf_counter()
-        trajectories = self._source.sample(
-            prompts, step=step, samples=samples, greedy=greedy, round=round, series=series, made=made
-        )
+        trajectories = self._source.answer(prompts, dataclasses.replace(asked, made=made))
         seconds = time.perf_counter() - began_s
-        self._on_main(lambda: self._write(path, asked, trajectories, seconds))
+        self._on_main(lambda: self._write(path, key, trajectories, seconds))
         return trajectories
 
     def forget(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mrl.config.ppo import RolloutConfig
 from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, DataError
-from mrl.rollout.base import Series, Trajectory, TrajectorySource
+from mrl.rollout.base import Trajectory, TrajectoryRequest, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 from mrl.rollout.samples import STEP_FILE, SavedSample, first_weights, read_samples, samples_path
 
@@ -39,31 +39,21 @@ class RecordedRollouts(TrajectorySource):
     def close(self) -> None:
         """Does nothing: there is nothing to end."""
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        greedy: bool = False,
-        round: int = 0,
-        series: Series = "step",
-        made: int | None = None,
-    ) -> list[Trajectory]:
+    def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:
         """Returns the saved samples of that step and series; `greedy` was decided when they were saved.
 
-        round: in later rounds of dynamic sampling, a prompt that comes again gets its next samples. Raises DataError if
-        the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
+        In later rounds of dynamic sampling, a prompt that comes again gets its next samples. Raises DataError if the
+        file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
         """
-        path = samples_path(self._folder, step, series)
-        if round == 0 or path != self._path:
-            records = self._on_main(lambda: self._read(path, step))
+        path = samples_path(self._folder, asked.step, asked.series)
+        if asked.round == 0 or path != self._path:
+            records = self._on_main(lambda: self._read(path, asked.step))
             self._path, self._unused = path, {}
             for line, record in enumerate(records, start=1):
                 self._unused.setdefault((record.index, record.sample), collections.deque()).append((line, record))
         trajectories = []
         for prompt in prompts:
-            for sample in range(samples):
+            for sample in range(asked.samples):
                 unused = self._unused.get((prompt.index, sample))
                 if not unused:
                     why = (

@@ -20,13 +20,13 @@ class Source(TrajectorySource):
     def __init__(self):
         self.calls = 0
 
-    def sample(self, prompts, *, step, samples, greedy=False, round=0, series="step", made=None):
+    def answer(self, prompts, asked):
         self.calls += 1
         talk = [{"role": "assistant", "content": "\ud800"}]
         return [
             Trajectory(dataclasses.replace(p, content="in place of it", tokens=[1]), i, [1, 5, self.calls], [0, 1, 1],
                        [0.0, math.nextafter(-0.1, 0), -1e-300], "x", False, reward=0.5, conversation=talk, cut_by="turns")
-            for p in prompts for i in range(samples)
+            for p in prompts for i in range(asked.samples)
         ]  # fmt: skip
 
     def close(self):
