@@ -29,22 +29,17 @@ from mrl.weights.hf_config import pad_token_of, read_hf_config
 
 
 class RewardModel:
-    """Scores of trajectories, from the role `role` of `dispatch`.
+    """Scores of trajectories, from the role `reward` of `dispatch`.
 
     tokenizer: the reward model's. system: data.system, which stands before every prompt.
     """
 
     def __init__(
-        self,
-        dispatch: WorkerDispatch,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        system: str | None = None,
-        role: str = "reward",
+        self, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, *, system: str | None = None
     ) -> None:
-        self.dispatch, self.role, self.system = dispatch, role, system
+        self.dispatch, self.system = dispatch, system
         self.encoder = Encoder(tokenizer, "all", as_rendered=True)
-        hf_config = read_hf_config(dispatch.engines[role].config.model.path)
+        hf_config = read_hf_config(dispatch.engines["reward"].config.model.path)
         self.max_length = hf_config.get("max_position_embeddings")
         self.pad_token_id = pad_token_of(hf_config)
 
@@ -59,7 +54,7 @@ class RewardModel:
         sequences = [self.tokens(trajectory) for trajectory in trajectories]
         # a batch has no value for a sequence's last token, after which nothing is predicted: one more is that last one
         batch = make_batch([[*ids, 0] for ids in sequences], [[0.0] * (len(ids) + 1) for ids in sequences])
-        values = self.dispatch.forward(self.role, batch)["values"]
+        values = self.dispatch.forward("reward", batch)["values"]
         starts = batch.cu_seqlens.tolist()
         places = [start + scored_token(ids, self.pad_token_id) for start, ids in zip(starts, sequences, strict=False)]
         scores = values[places].tolist()

@@ -130,7 +130,11 @@ class Fleet:
     @property
     def present(self) -> ServerGroup:
         """The servers that are not left out."""
-        return ServerGroup(server for server in self._servers if server.http.url not in self.away)
+        return self.present_among(self._servers)
+
+    def present_among(self, clients: ServerGroup) -> ServerGroup:
+        """Returns the clients of servers that are not left out."""
+        return ServerGroup(client for client in clients if client.http.url not in self.away)
 
     def _clients(self, url: str) -> Iterator[Server]:
         """Yields the samplers' clients of a server."""
@@ -376,5 +380,5 @@ class FleetSampler(Sampler):
             if why is not None:
                 fleet.leave_out(server, why, change)
 
-        ServerGroup(server for server in self.servers if server.http.url not in fleet.away).map(check)
-        return ServerGroup(server for server in self.servers if server.http.url not in fleet.away)
+        fleet.present_among(self.servers).map(check)
+        return fleet.present_among(self.servers)

@@ -19,11 +19,9 @@ from mrl.rollout.samples import STEP_FILE, SavedSample, first_weights, read_samp
 class RecordedRollouts(TrajectorySource):
     """Gives the trajectories in the folder rollout.path. Raises ConfigError if there is none.
 
-    corrects: whether the loss corrects for the sampler's probabilities, which samples of older weights need.
+    Log-probs are those in the file: of the weights that sampled, whatever these were. corrects: whether the loss
+    corrects for the sampler's probabilities, which samples of older weights need.
     """
-
-    exact = False
-    """Log-probs are those in the file: of the weights that sampled, whatever these were."""
 
     def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn(), corrects: bool = True) -> None:
         if config.path is None:

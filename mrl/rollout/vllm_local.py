@@ -60,7 +60,6 @@ class VLLMSampler(Sampler):
     The processes have joined. On a CPU sleeping and waking free nothing.
     """
 
-    exact = False
     everywhere = True
 
     def __init__(

@@ -76,13 +76,6 @@ def make_dispatch(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe)
     return WorkerDispatch(engines, offload_idle=offload_idle, constant=frozen_roles(config), bases=bases)
 
 
-def set_total_steps(dispatch: WorkerDispatch, total_steps: int, *, critic_warmup: int) -> None:
-    """Gives the learning-rate schedules of the roles that train their lengths."""
-    dispatch.engines["actor"].set_total_steps(total_steps - critic_warmup)
-    if "critic" in dispatch.engines:
-        dispatch.engines["critic"].set_total_steps(total_steps)
-
-
 def role_fingerprints(config: PPOConfig, folders: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Returns by role what tells its model from others; of a frozen one a sample of the weights, too."""
     frozen = frozen_roles(config)

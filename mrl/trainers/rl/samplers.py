@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -237,9 +238,11 @@ def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) ->
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:
     """Returns the text that servers are asked about after every hand-over, to compare with the actor's own
     log-probs."""
+    tokens = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max_length - 1]
+    return Probe(tokens, functools.partial(actor_log_probs, dispatch))
 
-    def log_probs(tokens: Sequence[int]) -> list[float]:
-        batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
-        return dispatch.forward("actor", batch)["log_probs"].tolist()
 
-    return Probe(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max_length - 1], log_probs)
+def actor_log_probs(dispatch: WorkerDispatch, tokens: Sequence[int]) -> list[float]:
+    """Returns the actor's log-probs of `tokens[1:]` at temperature 1. Collective."""
+    batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
+    return dispatch.forward("actor", batch)["log_probs"].tolist()

@@ -39,7 +39,6 @@ from mrl.trainers.rl.roles import (
     references_of,
     role_fingerprints,
     role_folder,
-    set_total_steps,
 )
 from mrl.trainers.rl.samplers import open_rollouts
 from mrl.trainers.rl.scoring import Scoring, scoring_of
@@ -84,7 +83,10 @@ class PPOTrainer(Trainer):
             config, prompts, console, rows=config.prompts_per_iteration, each=config.steps_per_iteration,
             check=functools.partial(check_schedules, config),
         )  # fmt: skip
-        set_total_steps(self.dispatch, self.total_steps, critic_warmup=config.algorithm.critic_warmup)
+        engines = self.dispatch.engines
+        engines["actor"].set_total_steps(self.total_steps - config.algorithm.critic_warmup)
+        if "critic" in engines:
+            engines["critic"].set_total_steps(self.total_steps)
         first = [row for rows in (prompts, *held_out.values()) for row in rows.first_rows()]
         scores = scoring_of(self, self.folders, first)
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())
