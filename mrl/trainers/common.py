@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,14 +20,12 @@ from mrl.engine.background import BackgroundSaver
 from mrl.engine.base import BaseEngine
 from mrl.engine.guards import Problem
 from mrl.engine.stored_weights import mtp_tensors_of_folder
-from mrl.errors import ConfigError, DamagedCheckpoint, DataError, Stopped, UserError
+from mrl.errors import ConfigError, DamagedCheckpoint, DataError, UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
-from mrl.trainers.signals import StopSignal
-from mrl.trainers.throughput import memory_gb
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.words import shorten_list
@@ -91,15 +88,6 @@ def already_done(
         return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
     return True
-
-
-def log_without_evaluation(dispatch: WorkerDispatch, log: metrics.MetricsLog, progress: Progress) -> None:
-    """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the
-    evaluation."""
-    if progress.unlogged:
-        (memory,) = dispatch.max_over_ranks(memory_gb(dispatch.device))
-        log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
-    log.sync()
 
 
 def load_newest(
@@ -168,17 +156,6 @@ def say_mtp_layers(dispatch: WorkerDispatch, console: Console, folders: Mapping[
         if names := dispatch.on_main(functools.partial(mtp_tensors_of, folder)):
             layers = f"layers that predict further tokens (MTP: {shorten_list(names, 1)})"
             console.say(f"{key}: {folder} has {layers}; they are neither loaded nor trained nor exported")
-
-
-def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
-    """Returns the end of a run that a signal, to whichever rank, has stopped.
-
-    where: in words. step: optimizer steps made. saved: the checkpoint; None if none was due.
-    """
-    (number,) = dispatch.max_over_ranks(stop.number)
-    state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
-    name = signal.Signals(int(number)).name
-    return Stopped(f"stopped by {name} {where}, {state}; run the same command again to go on")
 
 
 def last_good(dispatch: WorkerDispatch, directory: RunDirectory, step: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import log_without_evaluation, say_all
+from mrl.trainers.common import say_all
 from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
@@ -109,7 +109,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
         if taken is None:
-            log_without_evaluation(trainer.dispatch, trainer.log, progress)
+            trainer.log_without_evaluation()
             raise trainer.stopped(trainer.save())
         trainer.choose_group(iteration)
         trainer.sampling.sync(step)

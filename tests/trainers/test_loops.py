@@ -251,6 +251,6 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
     ranks = there(max_over_ranks=lambda *values: list(values), device=torch.device("cpu"))
     for unlogged, logged in (({"train/loss": 1.0}, 3), (None, 4)):
         progress = Progress(step=4, unlogged=unlogged)
-        common.log_without_evaluation(ranks, log, progress)
+        run.Trainer.log_without_evaluation(there(dispatch=ranks, log=log, progress=progress))
         assert progress.logged == logged
     assert written == [(4, 1.0), "synced", "synced"]
