@@ -24,9 +24,8 @@ from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.engine.lora.shapes import PREFIX as IN_PEFT
 from mrl.errors import ConfigError, ServerError, one_line
-from mrl.rollout.handover import WeightSync, pause
+from mrl.rollout.handover import WeightFolders, WeightSync, pause
 from mrl.rollout.server import LAST_WORDS_S, Server, ServerGroup
-from mrl.rollout.weights import WeightFolders
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 

@@ -48,7 +48,7 @@ class Fleet:
     with the same seeds. `find_servers` takes it in again before a weight sync.
 
     - server: the kind of server
-    - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
+    - weights_dir: a folder of this run alone (`mrl.rollout.handover.weights_dir`)
     - max_length: tokens of the longest sequence
     - vocab_size: of the actor's model
     - device: the actor's

@@ -38,9 +38,9 @@ from mrl.engine.rng import Generators
 from mrl.errors import ServerError
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.cpu_packing import repack
+from mrl.rollout.handover import DrainedStream
 from mrl.rollout.vllm import log_probs_mode, refuse, sampling_fields
 from mrl.rollout.vllm_start import check_version, import_vllm, last_words
-from mrl.rollout.weights import DrainedStream
 
 _ARGUMENTS = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args"
 SLEEP_LEVEL = 2

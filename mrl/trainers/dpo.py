@@ -47,8 +47,7 @@ from mrl.roles.frozen import FrozenModel
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model
-from mrl.trainers.rows import run_task
-from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.trainers.rows import HFConfig, Task, role_config, run_task
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.weights.hub import model_folder

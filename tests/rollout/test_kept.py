@@ -9,7 +9,7 @@ import pytest
 
 from mrl.data.prompts import Prompt
 from mrl.rollout.base import Trajectory, TrajectorySource
-from mrl.rollout.kept import KeptRollouts
+from mrl.rollout.recorded import KeptRollouts
 
 PROMPTS = [Prompt(i, f"train.jsonl:{i + 1}", {"id": i}, [{"role": "user", "content": "é"}], [3, i]) for i in (4, 7)]
 

@@ -25,7 +25,7 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.fleet import Fleet, FleetSampler
-from mrl.rollout.kept import trajectory_from_state, trajectory_state
+from mrl.rollout.recorded import trajectory_from_state, trajectory_state
 from mrl.rollout.servers import ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
 

@@ -26,17 +26,16 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
 from mrl.rollout.fleet import Probe
-from mrl.rollout.kept import KeptRollouts
+from mrl.rollout.handover import weights_dir
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.ranks import RankSampler
-from mrl.rollout.recorded import RecordedRollouts
+from mrl.rollout.recorded import KeptRollouts, RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.servers import ServerSampler
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
-from mrl.rollout.weights import weights_dir
 from mrl.trainers.common import say_all
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of

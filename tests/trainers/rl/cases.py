@@ -27,7 +27,7 @@ from mrl.engine.base import BaseEngine, Completion
 from mrl.engine.sampling import SamplingKey
 from mrl.errors import ConfigError, RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
-from mrl.roles.reward_model import RewardModel
+from mrl.roles.frozen import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.fleet import Fleet, FleetSampler
 from mrl.rollout.http import HttpClient
