@@ -150,10 +150,10 @@ class TrajectoryRequest:
 
     step: int  # made so far
     samples: int  # of each prompt
-    greedy: bool = False
-    round: int = 0  # of dynamic sampling, in which a prompt may come again
-    series: Series = "step"  # what they are for
-    made: int | None = None  # optimizer steps behind the weights that sample; None for those of the step
+    greedy: bool
+    round: int  # of dynamic sampling, in which a prompt may come again
+    series: Series  # what they are for
+    made: int | None  # optimizer steps behind the weights that sample; None for those of the step
 
 
 class TrajectorySource(abc.ABC):
@@ -167,12 +167,22 @@ class TrajectorySource(abc.ABC):
         """Returns `Sampler.exact`."""
         return False
 
-    def sample(self, prompts: Sequence[Prompt], **how: Any) -> list[Trajectory]:
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        greedy: bool = False,
+        round: int = 0,
+        series: Series = "step",
+        made: int | None = None,
+    ) -> list[Trajectory]:
         """Returns `samples` trajectories of each prompt, all of the first prompt first. Collective.
 
-        how: fields of TrajectoryRequest.
+        The other arguments are those of TrajectoryRequest.
         """
-        return self.answer(prompts, TrajectoryRequest(**how))
+        return self.answer(prompts, TrajectoryRequest(step, samples, greedy, round, series, made))
 
     @abc.abstractmethod
     def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:

@@ -66,9 +66,9 @@ class Fleet:
         config: ServerConfig,
         *,
         weights_dir: str,
-        max_length: int | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
-        adapted: AdapterTraining | None = None,
+        max_length: int | None,
+        device: torch.device,
+        adapted: AdapterTraining | None,
         ahead: int = 0,
         say: Callable[[str], None] = lambda line: None,
         vocab_size: int | None = None,

@@ -7,8 +7,8 @@ every rank. A `Server` is a kind of server: vllm.py, sglang.py and ranks.py have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
@@ -36,18 +36,25 @@ class ServerSampler(Sampler):
         *,
         is_main: bool,
         on_main: OnMain,
+        weights_dir: str,
+        max_length: int | None = None,
         probe: Probe | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
         adapted: AdapterTraining | None = None,
-        **of_fleet: Any,
+        ahead: int = 0,
+        say: Callable[[str], None] = lambda line: None,
+        vocab_size: int | None = None,
     ) -> None:
-        """of_fleet: further arguments of `Fleet`."""
         self._config, self._probe, self._adapted = config, probe, adapted
         self._is_main, self._on_main = is_main, on_main
         self._fleet: Fleet | None = None
         self._asleep = self._updated = False
 
         def start() -> None:
-            self._fleet = Fleet(self.server, config, adapted=adapted, **of_fleet)
+            self._fleet = Fleet(
+                self.server, config, weights_dir=weights_dir, max_length=max_length, device=device, adapted=adapted,
+                ahead=ahead, say=say, vocab_size=vocab_size,
+            )  # fmt: skip
 
         on_main(start)
 
