@@ -259,7 +259,7 @@ def checkpoint(spec: dict[str, Any], out: str) -> None:
 
 def begin_save(engine: Any, folder: pathlib.Path, step: int, then: Callable[[], None]) -> Any:
     """Returns as soon as training may go on; `then` is called when the checkpoint is whole."""
-    from mrl.trainers.saves import CheckpointSaver
+    from mrl.trainers.common import CheckpointSaver
 
     saves = CheckpointSaver(engine.device)
     saves.begin(

@@ -28,7 +28,7 @@ from mrl.config.schema import EngineConfig, LoraConfig, ModelConfig, RoleConfig
 from mrl.engine import links
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.rollout import handover, vllm, weights
+from mrl.rollout import handover, vllm
 from mrl.rollout.adapters import AdapterTraining
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # mean difference of log-probs, engine and server
@@ -69,7 +69,7 @@ def hook() -> None:
     make: Callable[..., Iterator[Any]] = links.buckets
     links.buckets = lambda *args: timed_items(make(*args), "packing")
     timed(handover.LinkWeightSync, "_send_one", "under way")
-    timed(weights.WeightFolders, "write", "packing")
+    timed(handover.WeightFolders, "write", "packing")
     for name in ("pause", "begin", "finish", "resume"):
         timed(vllm.VLLMServer, name, "around")
 

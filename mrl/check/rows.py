@@ -18,7 +18,7 @@ from mrl.data.mixture import train_rows
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
-from mrl.trainers.task import Task
+from mrl.trainers.rows import Task
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
 
 C = TypeVar("C", bound=AnswersConfig)

@@ -165,7 +165,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
     root: type[C]  # a frozen dataclass of keys
     trainer: str  # "module:function"; every rank calls function(config, command_line)
     task: str | None = None
-    """"module:NAME" of a `mrl.trainers.task.RowsTask` made of a config: the rows that `mrl data show` shows. None: it
+    """"module:NAME" of a `mrl.trainers.rows.RowsTask` made of a config: the rows that `mrl data show` shows. None: it
     refuses configs of this command."""
     checked: str | None = None
     """"module:NAME" of a `mrl.check.command.CommandCheck`. None: `mrl check` refuses its configs."""

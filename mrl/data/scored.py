@@ -11,7 +11,7 @@
                   steps of one answer, strings; labels: of each,
                   true, false, or a number from 0 to 1
 
-A sequence is what `mrl ppo` gives a reward model (mrl/roles/reward_model.py): the whole conversation through the chat
+A sequence is what `mrl ppo` gives a reward model (mrl/roles/frozen.py): the whole conversation through the chat
 template, or, without one, prompt and answer joined, with EOS. Its score is read at `scored_token`. A row's `weight` is
 what each of its pairs, answers or steps counts in the loss, 1 by default. Tools and template arguments are as in
 mrl/data/formats.py.

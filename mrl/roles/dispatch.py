@@ -5,11 +5,20 @@ A role is an engine with a job. The actor is a policy and the critic a value hea
 policy and the reward a value head without an optimizer. A run of one model has the role `MODEL`. Every rank runs the
 same program, holds the whole global batch, and makes every call together with the others. Not here: which roles there
 are and what is asked of them (the trainer), and how a batch is divided among ranks (engines).
+
+A checkpoint of roles is whole or nothing, with one marker. A run of the `MODEL` has the checkpoint of its engine alone.
+Others have this one:
+
+step_00000100/
+    trainer.pt          the trainer's state, and which roles there are
+    actor/ ...          what the engine of each role writes
+    COMPLETE            as of every checkpoint (engine/atomic_checkpoint.py)
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -22,16 +31,20 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.engine import collective
-from mrl.engine.atomic_checkpoint import ROLES
+from mrl.engine import collective, saving
+from mrl.engine.atomic_checkpoint import ROLES, RankGroup, other_backend
 from mrl.engine.background import Write
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
 from mrl.engine.guards import Problem
+from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.errors import CheckpointError, ModelError
-from mrl.roles import role_checkpoints
-from mrl.roles.role_checkpoints import MODEL
+from mrl.weights.pt_file import load_pt
 
 T = TypeVar("T")
+
+TRAINER = "trainer.pt"
+MODEL = "model"
+"""The role that trains in `mrl sft`, `mrl dpo` and `mrl rm`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +135,7 @@ class WorkerDispatch:
 
     def keep_choices(self, folder: str) -> None:
         """Makes engines choose as those of a checkpoint did, if they can. Call it before `init_model`."""
-        chosen = self.on_main(lambda: role_checkpoints.chosen_in(self.engines, folder))
+        chosen = self.on_main(lambda: self._chosen_in(folder))
         for role, engine in self.engines.items():
             of_role = "" if role == MODEL else f"{role}."
             engine.keep_choices({k.removeprefix(of_role): v for k, v in chosen.items() if k.startswith(of_role)})
@@ -308,37 +321,100 @@ class WorkerDispatch:
     def save_checkpoint(
         self,
         root: str,
+        *,
+        global_step: int,
+        state: Mapping[str, Any],
         remote: str | None = None,
-        global_step: int = 0,
         keep: int | None = None,
-        state: Mapping[str, Any] | None = None,
         protect: Collection[str] = (),
     ) -> str:
         """Saves all roles and the trainer's `state` as `root/step_XXXXXXXX`, whole or nothing. Returns that folder.
 
-        remote: a URL for a copy. keep: so many newest checkpoints stay. protect: names (step_XXXXXXXX) of others that
-        stay.
+        state: may hold tensors. remote: a URL for a copy. keep: so many newest checkpoints stay. protect: names
+        (step_XXXXXXXX) of others that stay.
         """
-        return role_checkpoints.save(
-            self._saved(), self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
-        )
+        if MODEL in self.engines:
+            engine = self._use(MODEL)
+            return engine.save_checkpoint(root, remote, global_step=global_step, max_ckpt_to_keep=keep, state=state)
+        saved = self._saved()
+
+        def write(folder: str) -> None:
+            self.on_main(lambda: _prepare(folder, saved, dict(state)))
+            for role in saved:
+                self._use(role).save_state(os.path.join(folder, role), {})
+
+        return saving.save(root, global_step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
 
     def stage_checkpoint(self, state: Mapping[str, Any], to_come: Callable[[], dict[str, Any]]) -> Write:
         """Copies what `save_checkpoint` writes to host memory. Returns what writes it, in a thread of each rank.
 
-        to_come: gives more of the state, in that thread; it may wait.
+        to_come: gives more of the state, in that thread; it may wait. Of a run of one model it is asked at once.
         """
-        return role_checkpoints.stage(self._saved(), self._use, state, to_come)
+        if MODEL in self.engines:
+            return self._use(MODEL).stage_state({**state, **to_come()})
+        saved, copied = self._saved(), copy.deepcopy(dict(state))
+        writes = {role: self._use(role).stage_state({}) for role in saved}
 
-    def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
-        """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other
-        layouts.
+        def write_copies(folder: str, ranks: RankGroup) -> None:
+            if ranks.rank == 0:
+                _prepare(folder, saved, copied | to_come())
+            ranks.gather(None)
+            for role, write in writes.items():
+                write(os.path.join(folder, role), ranks)
 
-        Returns the trainer's `state`. Raises CheckpointError where the roles there are not the roles here.
+        return write_copies
+
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Restores the newest whole checkpoint of `path` (or `path` itself), also into other layouts.
+
+        Returns the trainer's `state`. A role keeps its first weights if the checkpoint lacks it. Raises CheckpointError
+        where the roles there are not the roles here.
         """
-        actor = self.engines.get("actor")
-        # beside an actor with adapters the reference is its base, whether a copy of its own holds that or not
-        of_base = {"reference"} if actor is not None and actor.config.model.lora is not None else set()
-        return role_checkpoints.load(
-            self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base, constant=self.constant
-        )
+        if MODEL in self.engines:
+            return self._use(MODEL).load_checkpoint(path, None)
+        with saving.checkpoint_to_load(path, backend=ROLES, remote=None) as folder:
+            saved = load_pt(os.path.join(folder, TRAINER), fields=("roles", "state"))
+            self._check_roles(saved["roles"], folder)
+            for role in saved["roles"]:
+                if role in self.engines and role not in self.constant:
+                    self._use(role).load_state(os.path.join(folder, role))
+            return saved["state"]
+
+    def _chosen_in(self, path: str) -> dict[str, str]:
+        """Returns `chosen` at the save; empty if an older mrl saved none, or `load_checkpoint` will refuse the
+        folder."""
+        if MODEL in self.engines:
+            state = self.engines[MODEL].saved_state(path)
+        else:
+            try:
+                state = load_pt(os.path.join(path, TRAINER), fields=("state",), mmap=True)["state"]
+            except CheckpointError:
+                state = None
+        return (state or {}).get("chosen", {})
+
+    def _check_roles(self, saved: Mapping[str, str], path: str) -> None:
+        """Refuses a checkpoint with other roles, or whose roles another backend saved."""
+        engines, may_lack = self.engines, set(self.constant)
+        if "actor" in engines and engines["actor"].config.model.lora is not None:
+            may_lack.add("reference")  # it is the actor's base, whether a copy of its own holds that or not
+        fix = "resume with the algorithm it was saved by, or export its actor to Hugging Face and start from that"
+        for role in (*engines, *saved):
+            if role not in saved and role not in may_lack:
+                why = f"has no {role} (it has {', '.join(saved)}), and this run has one"
+                raise CheckpointError(path, why=why, fix=fix)
+            if role not in engines and role not in may_lack:
+                why = f"has a role {role}, and this run has only {', '.join(engines)}"
+                raise CheckpointError(path, why=why, fix=fix)
+        for role, engine in engines.items():
+            if saved.get(role, engine.backend) != engine.backend:
+                why = other_backend(saved[role], engine.backend, key=f"{role}.engine.backend")
+                raise CheckpointError(f"{path}/{role}", why=why)
+
+
+def _prepare(folder: str, engines: Mapping[str, BaseEngine], state: dict[str, Any]) -> None:
+    """Makes a folder for each role, and writes the trainer's file."""
+    for role in engines:
+        os.mkdir(os.path.join(folder, role))
+    roles = {role: engine.backend for role, engine in engines.items()}
+    with open(os.path.join(folder, TRAINER), "wb") as out:
+        out.write(saved_bytes({"roles": roles, "state": state}))

@@ -10,7 +10,6 @@ files again for every step of sampling (lora/worker_manager.py, `add_adapter`). 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -25,9 +24,8 @@ from mrl.engine.lora.folder import adapters, write_adapter_files
 from mrl.engine.lora.identity import weights_fingerprint
 from mrl.engine.lora.shapes import PREFIX as IN_PEFT
 from mrl.errors import ConfigError, ServerError, one_line
-from mrl.rollout.handover import WeightSync, pause
+from mrl.rollout.handover import WeightFolders, WeightSync, pause
 from mrl.rollout.server import LAST_WORDS_S, Server, ServerGroup
-from mrl.rollout.weights import WeightFolders
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import VISION_LANGUAGE, read_hf_config
 
@@ -187,26 +185,16 @@ class AdapterWeightSync(WeightSync):
         self._folders.keep_only(*self._loaded.values())
         return name
 
-    def _new(self) -> tuple[str, pathlib.Path]:
+    def _written(self, tensors: Mapping[str, Tensor]) -> tuple[str, pathlib.Path]:
+        """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""
         folder = self._folders.new()
-        return PREFIX + folder.name, folder
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """An OSError inside becomes a ServerError, and what was written goes."""
         try:
-            yield
+            named = {self._name_for(name): tensor for name, tensor in tensors.items()}
+            write_adapter_files(folder, self._actor.lora, self._actor.model, named)
         except OSError as error:
             self._folders.keep_only(*self._loaded.values())
             raise self._folders.unwritable(error) from error
-
-    def _written(self, tensors: Mapping[str, Tensor]) -> tuple[str, pathlib.Path]:
-        """Returns a new name, and a new folder with the adapters. Raises ServerError where it cannot be written."""
-        name, folder = self._new()
-        with self._writing():
-            named = {self._name_for(name): tensor for name, tensor in tensors.items()}
-            write_adapter_files(folder, self._actor.lora, self._actor.model, named)
-        return name, folder
+        return PREFIX + folder.name, folder
 
     def _name_for(self, name: str) -> str:
         """Returns the name of an adapter's tensor in the class that config.json names. peft's is the text part's."""

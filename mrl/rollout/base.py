@@ -144,6 +144,18 @@ class Sampler(abc.ABC):
         """Ends what was started. May be called twice."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TrajectoryRequest:
+    """What is asked of a source of trajectories, besides the prompts."""
+
+    step: int  # made so far
+    samples: int  # of each prompt
+    greedy: bool
+    round: int  # of dynamic sampling, in which a prompt may come again
+    series: Series  # what they are for
+    made: int | None  # optimizer steps behind the weights that sample; None for those of the step
+
+
 class TrajectorySource(abc.ABC):
     """A source of the trajectories of prompts: sampled, or replayed."""
 
@@ -155,7 +167,6 @@ class TrajectorySource(abc.ABC):
         """Returns `Sampler.exact`."""
         return False
 
-    @abc.abstractmethod
     def sample(
         self,
         prompts: Sequence[Prompt],
@@ -169,9 +180,13 @@ class TrajectorySource(abc.ABC):
     ) -> list[Trajectory]:
         """Returns `samples` trajectories of each prompt, all of the first prompt first. Collective.
 
-        step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
-        made: optimizer steps behind the weights that sample; None for those of the step.
+        The other arguments are those of TrajectoryRequest.
         """
+        return self.answer(prompts, TrajectoryRequest(step, samples, greedy, round, series, made))
+
+    @abc.abstractmethod
+    def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:
+        """Does as `sample`."""
 
     def begin(self, run_id: str, made: int) -> None:  # noqa: B027 (not every source has something to do)
         """Begins the sampling of a run that has made so many optimizer steps. Collective."""
@@ -198,9 +213,8 @@ class SharedRollouts(TrajectorySource):
     def ahead(self) -> Sequence[TrajectorySource]:
         return self._sources[self._groups :]
 
-    def sample(self, prompts: Sequence[Prompt], **how: Any) -> list[Trajectory]:
-        """Samples as `TrajectorySource.sample` says."""
-        return self._on_main(lambda: self._sources[self.group].sample(prompts, **how))
+    def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:
+        return self._on_main(lambda: self._sources[self.group].answer(prompts, asked))
 
     def begin(self, run_id: str, made: int) -> None:
         def begin() -> None:

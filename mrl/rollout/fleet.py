@@ -48,7 +48,7 @@ class Fleet:
     with the same seeds. `find_servers` takes it in again before a weight sync.
 
     - server: the kind of server
-    - weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`)
+    - weights_dir: a folder of this run alone (`mrl.rollout.handover.weights_dir`)
     - max_length: tokens of the longest sequence
     - vocab_size: of the actor's model
     - device: the actor's
@@ -130,7 +130,11 @@ class Fleet:
     @property
     def present(self) -> ServerGroup:
         """The servers that are not left out."""
-        return ServerGroup(server for server in self._servers if server.http.url not in self.away)
+        return self.present_among(self._servers)
+
+    def present_among(self, clients: ServerGroup) -> ServerGroup:
+        """Returns the clients of servers that are not left out."""
+        return ServerGroup(client for client in clients if client.http.url not in self.away)
 
     def _clients(self, url: str) -> Iterator[Server]:
         """Yields the samplers' clients of a server."""
@@ -282,7 +286,6 @@ class FleetSampler(Sampler):
     def __init__(self, fleet: Fleet, servers: ServerGroup) -> None:
         self._fleet, self.servers = fleet, servers
         self.held: str | None = None
-        self._todo: collections.deque[int] = collections.deque()
 
     def hold(self) -> None:
         """Samples by the fleet's newest weights, also when it has newer ones, until `release`."""
@@ -290,11 +293,6 @@ class FleetSampler(Sampler):
 
     def release(self) -> None:
         self.held = None
-
-    @property
-    def waiting(self) -> int:
-        """Requests that no server has yet."""
-        return len(self._todo)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Returns completions in the order of the requests. Raises as `ServerSampler.sample`."""
@@ -309,7 +307,6 @@ class FleetSampler(Sampler):
             completions = {index: made for index, made in completions.items() if made[1] in servers}
             if len(completions) == len(requests):
                 return [completions[index][0] for index in range(len(requests))]
-            self._todo = collections.deque(index for index in range(len(requests)) if index not in completions)
             self._ask(servers, requests, completions, version)
 
     def _ask(
@@ -319,8 +316,9 @@ class FleetSampler(Sampler):
         completions: dict[int, tuple[Completion, Server]],
         version: str | None,
     ) -> None:
-        """Asks servers for the completions in `_todo`. Those of a lost server are done by others, or are left."""
-        fleet, todo = self._fleet, self._todo
+        """Asks servers for the completions that are missing. Those of a lost server are done by others, or are left."""
+        fleet = self._fleet
+        todo = collections.deque(index for index in range(len(requests)) if index not in completions)
         adapter = version if fleet.takes_adapters else None
 
         def work(server: Server) -> None:
@@ -382,5 +380,5 @@ class FleetSampler(Sampler):
             if why is not None:
                 fleet.leave_out(server, why, change)
 
-        ServerGroup(server for server in self.servers if server.http.url not in fleet.away).map(check)
-        return ServerGroup(server for server in self.servers if server.http.url not in fleet.away)
+        fleet.present_among(self.servers).map(check)
+        return fleet.present_among(self.servers)

@@ -25,7 +25,7 @@ TIMEOUT_S = TIMEOUT.total_seconds()
 
 def request_fields(request: SampleRequest) -> dict[str, Any]:
     """Returns a request as plain data, without `on_token`."""
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    fields = dict(vars(request))
     del fields["on_token"]
     return fields | {"sampling": dataclasses.asdict(request.sampling), "tokens": list(request.tokens)}
 

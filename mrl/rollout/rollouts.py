@@ -25,7 +25,15 @@ from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
-from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
+from mrl.rollout.base import (
+    SERIES_NAMES,
+    Limit,
+    Sampler,
+    SampleRequest,
+    Trajectory,
+    TrajectoryRequest,
+    TrajectorySource,
+)
 from mrl.rollout.environment import KEY, Content, Environments, EnvironmentStep, load_environment
 
 ROUND, SERIES = 2**32, 2**48
@@ -124,38 +132,29 @@ class Rollouts(TrajectorySource):
         """Returns `Sampler.exact`."""
         return self._sampler.exact
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        samples: int,
-        greedy: bool = False,
-        round: int = 0,
-        series: Series = "step",
-        made: int | None = None,
-    ) -> list[Trajectory]:
+    def answer(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[Trajectory]:
         """Samples as `TrajectorySource.sample` says.
 
         Noise follows from (seed, step, the prompt's index, sample), the series, and the round of dynamic sampling. A
         prompt that is there twice gets other samples each time. Raises RewardError for what an environment does wrong.
         """
-        conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
+        conversations = self._begin(prompts, asked)
         if self._config.environment is not None:
-            self._converse(conversations, greedy)
+            self._converse(conversations, asked.greedy)
         else:
-            self._sample_turn(self._sampler, conversations, greedy)
-        return [conversation.trajectory(made) for conversation in conversations]
+            self._sample_turn(self._sampler, conversations, asked.greedy)
+        return [conversation.trajectory(asked.made) for conversation in conversations]
 
-    def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
-        """Makes the conversations of a rollout. offset: of the sample numbers in the keys."""
+    def _begin(self, prompts: Sequence[Prompt], asked: TrajectoryRequest) -> list[_Conversation]:
+        """Makes the conversations of a rollout."""
+        offset = SERIES * SERIES_NAMES.index(asked.series) + ROUND * asked.round  # of the sample numbers in the keys
         conversations: list[_Conversation] = []
         seen = collections.Counter[int]()
         for prompt in prompts:
-            first = offset + samples * seen[prompt.index]
+            first = offset + asked.samples * seen[prompt.index]
             seen[prompt.index] += 1
-            for i in range(samples):
-                key = SamplingKey(self._seed, step, prompt.index, first + i)
+            for i in range(asked.samples):
+                key = SamplingKey(self._seed, asked.step, prompt.index, first + i)
                 conversations.append(_Conversation(len(conversations), prompt, i, key))
         if self._config.environment is not None:
             given = self._on_main(lambda: self._reset([conversation.prompt for conversation in conversations]))

@@ -138,11 +138,11 @@ def write_samples(
     return path
 
 
-def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
-    """Removes the oldest files of a folder of samples. Returns how many were too much for `max_mb` (10^6 bytes each).
+def bound(folder: str, *, keep: int | None, max_mb: int | None) -> None:
+    """Removes the oldest files of a folder of samples.
 
-    Each series keeps its newest `keep` files, and all together at most `max_mb`. The newest file stays whatever its
-    size. Files of other names are left alone.
+    Each series keeps its newest `keep` files, and all together at most `max_mb` (10^6 bytes each). The newest file
+    stays whatever its size. Files of other names are left alone.
     """
     found = []
     for entry in os.scandir(folder):
@@ -154,14 +154,13 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     if keep is not None:
         for series in SERIES_NAMES:
             gone += [file for file in found if file[1] == series][:-keep]
-    left, of_keep = [file for file in found if file not in gone], len(gone)
+    left = [file for file in found if file not in gone]
     size = sum(file[2].stat().st_size for file in left)
     while max_mb is not None and size > max_mb * 1e6 and len(left) > 1:
         gone.append(left.pop(0))
         size -= gone[-1][2].stat().st_size
     for _, _, entry in gone:
         os.remove(entry.path)
-    return len(gone) - of_keep
 
 
 def _opened(path: str) -> IO[bytes]:

@@ -28,7 +28,6 @@ class ServerSampler(Sampler):
     Collective as any sampler; constructing it is too. Arguments and errors are those of `Fleet`.
     """
 
-    exact = False
     server: Callable[[HttpClient], Server]
 
     def __init__(

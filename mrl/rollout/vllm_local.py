@@ -21,9 +21,10 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -33,13 +34,13 @@ from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.engine.base import Completion
 from mrl.engine.kept import share
+from mrl.engine.rng import Generators
 from mrl.errors import ServerError
-from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.cpu_packing import repack
+from mrl.rollout.handover import DrainedStream
 from mrl.rollout.vllm import log_probs_mode, refuse, sampling_fields
 from mrl.rollout.vllm_start import check_version, import_vllm, last_words
-from mrl.rollout.weights import DrainedStream
 
 _ARGUMENTS = "vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args"
 SLEEP_LEVEL = 2
@@ -59,7 +60,6 @@ class VLLMSampler(Sampler):
     The processes have joined. On a CPU sleeping and waking free nothing.
     """
 
-    exact = False
     everywhere = True
 
     def __init__(
@@ -311,3 +311,96 @@ def _completion(output: Any) -> Completion:
     tokens = list(output.token_ids)
     log_probs = [found[token].logprob for token, found in zip(tokens, output.logprobs, strict=True)]
     return Completion(tokens, log_probs, output.finish_reason == "stop")
+
+
+class IsolatedState:
+    """Keeps what one library changed in the process from everything else.
+
+    In the trainer's process vLLM 0.32.0 changes:
+
+    - the seeds of torch, numpy and Python, and the current CUDA stream
+    - the number of torch's threads, and how float32 is multiplied
+    - on a CPU, LD_PRELOAD and LOCAL_WORLD_SIZE in the environment, so in every process started later
+    - torch.set_num_threads: it is replaced
+
+    variables: of the environment, for the library alone. defaults: likewise, but a variable that is set already outside
+    stays as it is.
+    """
+
+    def __init__(
+        self, device: torch.device, variables: Mapping[str, str], defaults: Mapping[str, str] | None = None
+    ) -> None:
+        missing = {name: value for name, value in (defaults or {}).items() if name not in os.environ}
+        self._changed: dict[str, str | None] = {**variables, **missing}
+        self._generators, self._numpy = Generators(0, device), numpy.random.get_state()
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Gives the process to the library while inside, and back to the trainer whatever happens."""
+        with self._generators.installed(), self._environment(), self._numpy_state(), _threads(), self._current_stream():
+            yield
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        outside = dict(os.environ)
+        _change(self._changed)
+        try:
+            yield
+        finally:
+            now = dict(os.environ)
+            names = sorted(name for name in now.keys() | outside.keys() if now.get(name) != outside.get(name))
+            self._changed = {name: now.get(name) for name in names}
+            _change({name: outside.get(name) for name in names})
+
+    @contextlib.contextmanager
+    def _numpy_state(self) -> Iterator[None]:
+        outside = numpy.random.get_state()
+        numpy.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._numpy = numpy.random.get_state()
+            numpy.random.set_state(outside)
+
+    @contextlib.contextmanager
+    def _current_stream(self) -> Iterator[None]:
+        """Lets each side's work begin after the work that the other has queued."""
+        if self._device.type != "cuda":
+            yield
+            return
+        outside = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(outside)
+            torch.cuda.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = torch.cuda.current_stream(self._device)
+            outside.wait_stream(self._stream)
+            torch.cuda.set_stream(outside)
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[None]:
+    """Restores torch's threads, how it multiplies float32, and the dtype of new tensors."""
+    count, set_count = torch.get_num_threads(), torch.set_num_threads
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_count
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
+
+
+def _change(variables: Mapping[str, str | None]) -> None:
+    """Sets variables of the environment; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

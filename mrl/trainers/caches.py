@@ -23,7 +23,6 @@ from mrl.config.megatron_speed import precision_of
 from mrl.config.schema import EngineConfig
 from mrl.engine import collective
 from mrl.errors import CheckpointError, unwritable
-from mrl.trainers.common import stop_error
 from mrl.trainers.trainer import Trainer
 from mrl.weights.pt_file import read_pt, write_pt
 
@@ -218,7 +217,7 @@ def fill(
     for batch in itertools.chain([first], missing):
         if trainer.stop_requested:
             saved = dispatch.on_main(cache.write)
-            raise stop_error(dispatch, trainer.stop, where=f"while {what} were computed", step=0, saved=saved)
+            raise trainer.stopped(saved, f"while {what} were computed")
         said = ask(batch)
         dispatch.on_main(lambda: cache.add(batch, said))  # noqa: B023 (called here)
         console.detail(f"{cache.count:,} rows")

@@ -1,28 +1,31 @@
-"""The parts of a run around its loop: going on from a checkpoint, stopping, naming the last good state."""
+"""The parts of a run around its loop: saves, going on from a checkpoint, stopping, naming the last good state."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import signal
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from mrl import metrics
 from mrl.config.command import RowsRunConfig
 from mrl.config.schema import LoraConfig
 from mrl.data.remote import SourceError
 from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.background import BackgroundSaver
+from mrl.engine.base import BaseEngine
 from mrl.engine.guards import Problem
 from mrl.engine.stored_weights import mtp_tensors_of_folder
-from mrl.errors import DamagedCheckpoint, DataError, Stopped, UserError
+from mrl.errors import ConfigError, DamagedCheckpoint, DataError, UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import used_folder
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed
-from mrl.trainers.signals import StopSignal
-from mrl.trainers.throughput import memory_gb
 from mrl.weights.families import family_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.words import shorten_list
@@ -85,15 +88,6 @@ def already_done(
         return False
     console.say(f"{done}; {used_folder.CONTINUE_FIX}")
     return True
-
-
-def log_without_evaluation(dispatch: WorkerDispatch, log: metrics.MetricsLog, progress: Progress) -> None:
-    """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the
-    evaluation."""
-    if progress.unlogged:
-        (memory,) = dispatch.max_over_ranks(memory_gb(dispatch.device))
-        log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
-    log.sync()
 
 
 def load_newest(
@@ -164,17 +158,6 @@ def say_mtp_layers(dispatch: WorkerDispatch, console: Console, folders: Mapping[
             console.say(f"{key}: {folder} has {layers}; they are neither loaded nor trained nor exported")
 
 
-def stop_error(dispatch: WorkerDispatch, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
-    """Returns the end of a run that a signal, to whichever rank, has stopped.
-
-    where: in words. step: optimizer steps made. saved: the checkpoint; None if none was due.
-    """
-    (number,) = dispatch.max_over_ranks(stop.number)
-    state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
-    name = signal.Signals(int(number)).name
-    return Stopped(f"stopped by {name} {where}, {state}; run the same command again to go on")
-
-
 def last_good(dispatch: WorkerDispatch, directory: RunDirectory, step: int) -> str:
     """Names, in words, the checkpoint to go on from when the state after `step` steps has failed: an earlier one is
     good."""
@@ -215,3 +198,55 @@ def problems_in_words(problems: Sequence[Problem]) -> str:
     """Returns the first of a step's problems (see engine/guards.py), and how many more there are."""
     more = len(problems[10:])
     return "; ".join(map(str, problems[:10])) + (f"; and {more} more" if more else "")
+
+
+def check_background(wanted: bool, engines: Mapping[str, BaseEngine]) -> None:
+    """Refuses `checkpoint.background` with an engine that cannot. engines: by the section of the config."""
+    for key, engine in engines.items():
+        if wanted and not engine.saves_in_background:
+            raise ConfigError(
+                "checkpoint.background",
+                True,
+                f"needs an engine that can copy its state, and {key} {engine.backend} has no stage_state",
+                "set it to false",
+            )
+
+
+class CheckpointSaver:
+    """Saves checkpoints. All methods but `ended` on its way out of an error are collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.saver = BackgroundSaver(device)
+        self._held_s: float | None = None
+        self._written_s: float | None = None
+
+    def save(self, write: Callable[[], str]) -> str:
+        """Calls `write`, which saves a checkpoint or gives it to `saver` to be written. Returns its folder."""
+        began_s = time.perf_counter()
+        self.finish()  # one at a time: it bounds host memory, and saves end in order
+        saved = write()
+        self._held_s = time.perf_counter() - began_s
+        return saved
+
+    def finish(self) -> None:
+        """Waits for the save under way, if any, and raises what went wrong with it."""
+        self._written_s = self.saver.finish() or self._written_s
+
+    def metrics(self) -> dict[str, float]:
+        """Returns how long the save before this step held training up, and how long one that has ended was written.
+        Raises what went wrong with it."""
+        seconds = {"perf/save_held_s": self._held_s, "perf/save_write_s": self.saver.poll() or self._written_s}
+        self._held_s = self._written_s = None
+        return {name: value for name, value in seconds.items() if value is not None}
+
+    @contextlib.contextmanager
+    def ended(self, console: Console) -> Iterator[None]:
+        """On the way out the save under way has ended: with an error of its own, or beside the one inside."""
+        try:
+            yield
+        except BaseException as error:
+            failed = self.saver.wait()
+            if failed is not None and failed is not error:
+                console.say(f"and the checkpoint that was being written failed: {failed}")
+            raise
+        self.finish()

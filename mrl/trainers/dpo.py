@@ -42,14 +42,12 @@ from mrl.data.vision import load_vision
 from mrl.engine.base import PLAIN_CTX, Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, DataError
-from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.dispatch import MODEL, WorkerDispatch
 from mrl.roles.frozen import FrozenModel
-from mrl.roles.role_checkpoints import MODEL
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.console import Console
 from mrl.trainers.opening import say_choices, say_model
-from mrl.trainers.rows import run_task
-from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.trainers.rows import HFConfig, Task, role_config, run_task
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, reads_images, vocab_size_of
 from mrl.weights.hub import model_folder

@@ -13,15 +13,22 @@ from collections.abc import Mapping
 
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import log_without_evaluation, say_all
+from mrl.trainers.common import say_all
 from mrl.trainers.rl.collect import ScoredRollout, with_models
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
-from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
 from mrl.trainers.rl.rollout_ranks import joined_worlds
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.trainer import PPOTrainer, trainer_of
-from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
+from mrl.trainers.rl.updates import (
+    check_rollout,
+    end_iteration,
+    policy_metrics,
+    prepare,
+    rollout_metrics,
+    train_actor,
+    train_critic,
+)
 from mrl.trainers.throughput import FreedMemory
 
 
@@ -102,7 +109,7 @@ def take_launched(trainer: PPOTrainer, launched: LaunchedRollouts) -> tuple[Scor
         trainer.console.doing(f"step {step + 1}: waiting for its rollout")
         taken = launched.wait(iteration)
         if taken is None:
-            log_without_evaluation(trainer.dispatch, trainer.log, progress)
+            trainer.log_without_evaluation()
             raise trainer.stopped(trainer.save())
         trainer.choose_group(iteration)
         trainer.sampling.sync(step)

@@ -21,9 +21,8 @@ from mrl.data.dataset import Part, RowDataset
 from mrl.data.mixture import MixedDataset
 from mrl.data.scored import ScoredDataset, padding, scored_batch
 from mrl.data.stream import Report
-from mrl.roles.role_checkpoints import MODEL
-from mrl.trainers.rows import run_task
-from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.roles.dispatch import MODEL
+from mrl.trainers.rows import HFConfig, Task, role_config, run_task
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
 from mrl.weights.tokenizer_files import write_pad_token

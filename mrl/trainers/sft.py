@@ -24,8 +24,7 @@ from mrl.engine.base import Ctx
 from mrl.errors import ConfigError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.frozen import FrozenModel
-from mrl.trainers.rows import run_task
-from mrl.trainers.task import HFConfig, Task, role_config
+from mrl.trainers.rows import HFConfig, Task, role_config, run_task
 from mrl.trainers.teacher import Teachers
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import vocab_size_of

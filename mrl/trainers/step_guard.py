@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from mrl.batch import Batch
 from mrl.engine.guards import FaultKind, confirmed_faults
 from mrl.errors import TrainingError
-from mrl.roles.dispatch import StepResult
-from mrl.roles.role_checkpoints import MODEL
+from mrl.roles.dispatch import MODEL, StepResult
 from mrl.trainers.common import last_good, problems_in_words
 from mrl.trainers.trainer import Trainer
 

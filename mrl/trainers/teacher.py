@@ -26,11 +26,10 @@ from mrl.engine.base import Ctx
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, quoted
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.roles.frozen import Ask, FrozenModel, ask_role, ask_server
-from mrl.roles.teacher_server import TeacherServer
+from mrl.roles.frozen import Ask, FrozenModel, TeacherServer, ask_role, ask_server
 from mrl.trainers.caches import RowCache, Said, fill, with_precision
 from mrl.trainers.opening import say_choices
-from mrl.trainers.task import role_config
+from mrl.trainers.rows import role_config
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
 from mrl.weights.hub import model_fingerprint, model_folder

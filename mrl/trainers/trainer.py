@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -32,23 +33,21 @@ from mrl.errors import DataError, Stopped, UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.stops import EndTokens
 from mrl.trainers.common import (
+    CheckpointSaver,
     Progress,
     already_done,
     check_outside,
     ended_by_rows,
     is_due,
     load_newest,
-    log_without_evaluation,
     say_all,
     say_left_out,
     say_other_choices,
     say_other_ends,
-    stop_error,
 )
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, StartState, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb
 from mrl.weights.adapter_folder import is_adapter
@@ -252,7 +251,7 @@ class Trainer(abc.ABC):
             with self.saved_before_errors():
                 metrics_of_eval = self.evaluate(step)
             if metrics_of_eval is None:
-                log_without_evaluation(dispatch, self.log, progress)
+                self.log_without_evaluation()
                 raise self.stopped(self.save())
             row |= metrics_of_eval
 
@@ -289,7 +288,7 @@ class Trainer(abc.ABC):
         except self.saves_before as error:
             if not self.progress.step:
                 raise
-            log_without_evaluation(self.dispatch, self.log, self.progress)
+            self.log_without_evaluation()
             saved = self.save(position=position)
             raise error.going_on(f"steps 1 to {self.progress.step} are saved in {saved}") from error
 
@@ -310,9 +309,26 @@ class Trainer(abc.ABC):
         found = self.source.state_dict() if position is None else position
         return lambda: {"data": found}
 
-    def stopped(self, saved: str | None) -> Stopped:
-        """Returns the end of a run after a signal. saved: the checkpoint; None if none was due."""
-        return stop_error(self.dispatch, self.stop, where=self.where, step=self.progress.step, saved=saved)
+    def log_without_evaluation(self) -> None:
+        """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with
+        the evaluation."""
+        dispatch, progress = self.dispatch, self.progress
+        if progress.unlogged:
+            (memory,) = dispatch.max_over_ranks(memory_gb(dispatch.device))
+            self.log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
+        self.log.sync()
+
+    def stopped(self, saved: str | None, where: str | None = None) -> Stopped:
+        """Returns the end of a run that a signal, to whichever rank, has stopped.
+
+        saved: the checkpoint; None if none was due. where: in words; None is the place between steps.
+        """
+        (number,) = self.dispatch.max_over_ranks(self.stop.number)
+        state = "which the next start goes on from" if self.progress.step else "before it began"
+        if saved:
+            state = f"saved in {saved}"
+        name = signal.Signals(int(number)).name
+        return Stopped(f"stopped by {name} {where or self.where}, {state}; run the same command again to go on")
 
     def save(
         self, *, is_best: bool = False, in_background: bool = False, position: Mapping[str, Any] | None = None
@@ -358,7 +374,7 @@ class Trainer(abc.ABC):
         state |= to_come()
         saved = self.saves.save(
             lambda: dispatch.save_checkpoint(
-                root, remote, global_step=progress.step, keep=keep, state=state, protect=protect
+                root, global_step=progress.step, state=state, remote=remote, keep=keep, protect=protect
             )
         )
         dispatch.on_main(name_best)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mrl.config.schema import MoEConfig, RoleConfig
 from mrl.errors import ConfigError
-from mrl.roles.role_checkpoints import MODEL
+from mrl.roles.dispatch import MODEL
 from tests.engine import tiny
 from tests.engine.contract import everyone
 from tests.engine.harness import run_case

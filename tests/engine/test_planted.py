@@ -23,7 +23,7 @@ from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import all_ranks
 from mrl.errors import CheckpointError
-from mrl.roles import role_checkpoints
+from mrl.roles.dispatch import TRAINER, WorkerDispatch
 from tests.engine.contract import assert_equal, make_engine, train
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
@@ -90,10 +90,8 @@ def loads_no_code(config: RoleConfig, folder: str) -> set[str]:
     engine = make_engine(config)
     train(engine, 1)
     own = pathlib.Path(engine.save_checkpoint(str(root / "own"), global_step=1, max_ckpt_to_keep=1, state={"a": 1}))
-    engines = {"actor": engine}
-    roles = role_checkpoints.save(
-        engines, lambda role: engine, str(root / "roles"), 1, {"a": 1}, remote=None, keep=1, protect=()
-    )
+    dispatch = WorkerDispatch({"actor": engine}, offload_idle=False)
+    roles = dispatch.save_checkpoint(str(root / "roles"), global_step=1, state={"a": 1}, keep=1)
     evil, copy = Evil(root / "ran"), root / "copy"
     read: dict[str, bool] = {}
     for file, form in cases(own, copy, evil):
@@ -101,10 +99,9 @@ def loads_no_code(config: RoleConfig, folder: str) -> set[str]:
         read[file] = read.get(file, False) or refused
         assert not evil.path.exists(), f"{file}, {form}: code ran"
     for file, form in cases(pathlib.Path(roles), copy, evil):
-        if file != role_checkpoints.TRAINER and form != "pickle 2":
+        if file != TRAINER and form != "pickle 2":
             continue
-        load = lambda: role_checkpoints.load(engines, lambda _: engine, str(copy), remote=None, may_lack=())  # noqa: E731
-        refused = _refuses(engine, load, f"roles: {file}, {form}")
+        refused = _refuses(engine, lambda: dispatch.load_checkpoint(str(copy)), f"roles: {file}, {form}")
         read[file] = read.get(file, False) or refused
         assert not evil.path.exists(), f"roles: {file}, {form}: code ran"
     return {file for file, refused in read.items() if not refused}

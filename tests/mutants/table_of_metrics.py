@@ -29,8 +29,8 @@ OF_METRICS = (
         ('"rollout/finished": len(finished) / len(lengths)', '"rollout/finished": len(finished) / groups'),
         ("(sum(lengths) + sum(beside)) / self.rollout_s", "sum(lengths) / self.rollout_s"),
     ),
-    *_of("trainers/rl/invariants.py", MEASURED, ('fields["old_log_probs"].double())[trained_T].abs()', 'fields["old_log_probs"].double())[trained_T]')),
-    *_of("trainers/rl/teachers.py", MEASURED, ('fields["ref_log_probs"].double(), "k1")\n    return', 'fields["ref_log_probs"].double(), "k3")\n    return')),
+    *_of("trainers/rl/updates.py", MEASURED, ('fields["old_log_probs"].double())[trained_T].abs()', 'fields["old_log_probs"].double())[trained_T]')),
+    *_of("trainers/rl/roles.py", MEASURED, ('fields["ref_log_probs"].double(), "k1")\n    return', 'fields["ref_log_probs"].double(), "k3")\n    return')),
     *_of(
         "trainers/rl/evaluation.py",
         MEASURED,
@@ -38,7 +38,7 @@ OF_METRICS = (
         ("scoring.select(whole, range(start, end))", "whole"),
     ),
     *_of(
-        "trainers/evaluation.py",
+        "trainers/rows.py",
         "trainers/test_loops.py::test_an_evaluation_divides_the_sums_of_all_batches_once_by_what_each_mean_is_of",
         ("sums[name] += mean * made.denominators[means[name]]", 'sums[name] += mean * made.denominators["tokens"]'),
         ("all_sums[mean] += sums[mean]", "all_sums[mean] += sums[mean] / (counts[mean] or 1)"),

@@ -128,7 +128,7 @@ OF_ROLLOUTS = (
         ("else {name, *self._in_use()}", "else {name}"),
     ),
     *_of(
-        "rollout/kept.py",
+        "rollout/recorded.py",
         "rollout/test_kept.py",
         ("self._remove_others(made, self._ahead)", "self._remove_others(made, 2 * self._ahead)"),
         ("for iteration in range(ahead + 1):", "for iteration in range(ahead):"),

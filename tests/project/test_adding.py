@@ -145,7 +145,7 @@ def test_a_reward_is_one_file_of_the_users(inputs, monkeypatch):
 def test_a_key_is_a_line_and_the_code_that_reads_it(tree, inputs):
     """Its default, type, meaning, and what a resume may do with it, follow from the line."""
     insert(tree / "mrl/config/schema.py", KEY, "class LogConfig")
-    insert(tree / "mrl/trainers/rows.py", READS, "        config = self.config")
+    insert(tree / "mrl/trainers/rows.py", READS, "        config = self.config\n        console.doing")
     assert "said when a run starts" in run("-m", "mrl", "config", "sft", "log.greeting", folder=inputs, tree=tree)
     optimizer = {"schedule": "constant", "warmup_steps": 0}
     config = tiny_runs.make_config(inputs, inputs / "sft", train={"steps": 1}, optimizer=optimizer)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from mrl.data.prompts import Prompt
 from mrl.engine.registry import build_engine
 from mrl.errors import ModelError, UserError
-from mrl.roles.reward_model import RewardModel
+from mrl.roles.frozen import RewardModel
 from mrl.rollout.base import Trajectory
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
 from tests.engine import tiny

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.data.prompts import Prompt
 from mrl.rollout.base import Trajectory, TrajectorySource
-from mrl.rollout.kept import KeptRollouts
+from mrl.rollout.recorded import KeptRollouts
 
 PROMPTS = [Prompt(i, f"train.jsonl:{i + 1}", {"id": i}, [{"role": "user", "content": "é"}], [3, i]) for i in (4, 7)]
 
@@ -20,13 +20,13 @@ class Source(TrajectorySource):
     def __init__(self):
         self.calls = 0
 
-    def sample(self, prompts, *, step, samples, greedy=False, round=0, series="step", made=None):
+    def answer(self, prompts, asked):
         self.calls += 1
         talk = [{"role": "assistant", "content": "\ud800"}]
         return [
             Trajectory(dataclasses.replace(p, content="in place of it", tokens=[1]), i, [1, 5, self.calls], [0, 1, 1],
                        [0.0, math.nextafter(-0.1, 0), -1e-300], "x", False, reward=0.5, conversation=talk, cut_by="turns")
-            for p in prompts for i in range(samples)
+            for p in prompts for i in range(asked.samples)
         ]  # fmt: skip
 
     def close(self):

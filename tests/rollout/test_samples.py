@@ -150,9 +150,7 @@ def test_the_folder_is_bounded_from_the_oldest_file_on(tmp_path):
             for series in ("step", "eval"):
                 name = f"{series}_{step:08d}.jsonl"
                 (tmp_path / (f"{name}.gz" if step == 2 else name)).write_bytes(bytes(300_000))
-        before = len(list(tmp_path.glob("*_*")))
-        removed = bound(str(tmp_path), keep=keep, max_mb=max_mb)
-        assert removed == (before - len(list(tmp_path.glob("*_*"))) if keep is None else 0)
+        bound(str(tmp_path), keep=keep, max_mb=max_mb)
         return sorted(path.name.split(".")[0].replace("0000000", "") for path in tmp_path.glob("*_*"))
 
     (tmp_path / "notes.jsonl").write_bytes(bytes(2_000_000))

@@ -21,9 +21,9 @@ from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
 from mrl.rollout import http
 from mrl.rollout.fleet import Probe
+from mrl.rollout.handover import WeightFolders, weights_dir
 from mrl.rollout.server import Server, seed_of
 from mrl.rollout.vllm import VLLMServer, refuse
-from mrl.rollout.weights import WeightFolders, weights_dir
 from mrl.weights.safetensors_io import SafetensorsReader
 from tests.engine.harness import run_case
 from tests.rollout.real_vllm import sampler_of

@@ -23,8 +23,7 @@ from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import HttpClient
 from mrl.rollout.server import seed_of
-from mrl.rollout.sglang import SGLangServer, SGLangServerSampler, sampling_fields
-from mrl.rollout.sglang_link import PickledLink
+from mrl.rollout.sglang import PickledLink, SGLangServer, SGLangServerSampler, sampling_fields
 from tests.rollout import sglang_reader
 from tests.rollout.replay import Replay, changed, says
 

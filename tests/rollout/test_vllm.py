@@ -19,7 +19,7 @@ from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
-from mrl.roles.teacher_server import TeacherServer
+from mrl.roles.frozen import TeacherServer
 from mrl.rollout.base import SampleRequest
 from tests.engine import tiny
 from tests.engine.harness import run_case

@@ -23,9 +23,8 @@ from mrl.engine.atomic_checkpoint import RankGroup
 from mrl.errors import ConfigError, ServerError
 from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.rollout.apart import IsolatedState
 from mrl.rollout.base import Sampler
-from mrl.rollout.vllm_local import engine_arguments
+from mrl.rollout.vllm_local import IsolatedState, engine_arguments
 from mrl.rollout.vllm_start import import_vllm
 from mrl.trainers.rl import samplers
 from mrl.trainers.rl.samplers import SyncedSampler

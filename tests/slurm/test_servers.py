@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mrl import metrics
-from mrl.trainers.rl.invariants import FP32_GAP
+from mrl.trainers.rl.updates import FP32_GAP
 from tests.engine import tiny
 from tests.resume.rl import rl_runs
 from tests.rollout.real_vllm import ENVIRONMENT, VENV

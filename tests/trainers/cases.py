@@ -26,8 +26,7 @@ from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.errors import Stopped, UserError
 from mrl.metrics import MetricsLog
 from mrl.trainers import rows, sft
-from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.rows import RowsTrainer
+from mrl.trainers.rows import Evaluation, RowsTrainer
 from mrl.trainers.run_directory import RunDirectory
 
 

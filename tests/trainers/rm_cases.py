@@ -11,7 +11,7 @@ from mrl.config.load import from_dict
 from mrl.config.rm import RMConfig
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.data.tokenizer import load_tokenizer
-from mrl.roles.reward_model import RewardModel
+from mrl.roles.frozen import RewardModel
 from mrl.trainers import rm
 from tests.roles.cases import make_dispatch
 from tests.roles.value_cases import trajectory

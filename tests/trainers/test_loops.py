@@ -21,14 +21,12 @@ from mrl.roles.dispatch import StepResult
 from mrl.rollout.stops import EndTokens
 from mrl.trainers import common, rows
 from mrl.trainers import trainer as run
-from mrl.trainers.common import Progress
-from mrl.trainers.evaluation import Evaluation
-from mrl.trainers.rl import prepare
+from mrl.trainers.common import CheckpointSaver, Progress
+from mrl.trainers.rl import updates
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.trainer import PPOTrainer
-from mrl.trainers.rows import RowsTrainer
+from mrl.trainers.rows import Evaluation, RowsTrainer
 from mrl.trainers.run_directory import RunDirectory, StartState
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.step_guard import StepGuard
 from tests.config.test_load import PPO_BASE, base, merged
 from tests.trainers.test_parts import make_checkpoint
@@ -135,13 +133,13 @@ def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
 
 def test_scores_are_shown_in_the_order_of_their_sequences(monkeypatch):
     order, seen = epoch_order(7, 3, 0, 6), []
-    monkeypatch.setattr(prepare, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
+    monkeypatch.setattr(updates, "has_equal_rewards", lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
     trainer = there(
         config=there(seed=7, train=there(guards=False)), recipe=None, said_equal_rewards=False, console=there(),
         progress=Progress(step=1),
     )  # fmt: skip
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
-    prepare.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
+    updates.check_rollout(trainer, collected, there(iteration=3, batch=there(num_sequences=6)))
     assert seen == [list(map(float, order))] and list(order) != sorted(order)
 
 
@@ -253,6 +251,6 @@ def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
     ranks = there(max_over_ranks=lambda *values: list(values), device=torch.device("cpu"))
     for unlogged, logged in (({"train/loss": 1.0}, 3), (None, 4)):
         progress = Progress(step=4, unlogged=unlogged)
-        common.log_without_evaluation(ranks, log, progress)
+        run.Trainer.log_without_evaluation(there(dispatch=ranks, log=log, progress=progress))
         assert progress.logged == logged
     assert written == [(4, 1.0), "synced", "synced"]

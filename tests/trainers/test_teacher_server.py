@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl.batch import make_batch
 from mrl.config.schema import TeacherServerConfig
 from mrl.errors import ConfigError, ServerError
-from mrl.roles.teacher_server import TeacherServer
+from mrl.roles.frozen import TeacherServer
 from tests.engine.harness import run_case
 from tests.serve.serving import serving
 from tests.trainers import test_distill

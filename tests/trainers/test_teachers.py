@@ -9,7 +9,7 @@ import torch
 from mrl.algorithms.distill import TEACHER, TEACHER_IDS, TEACHER_OF, TeacherDivergence
 from mrl.batch import make_batch
 from mrl.config.load import from_dict
-from mrl.trainers.rl.teachers import References, with_ids
+from mrl.trainers.rl.roles import References, with_ids
 from mrl.trainers.teacher import Teachers
 from tests.trainers.tiny_runs import make_config
 

@@ -25,7 +25,7 @@ from mrl.batch import Batch
 from mrl.data.stream import row_order
 from mrl.engine.sampling import noise_key
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.trainers.rl.teachers import References, kl_of_sequences, mini_batches
+from mrl.trainers.rl.roles import References, kl_of_sequences, mini_batches
 
 ORDER = 0x6D696E69
 """Keeps the order of mini-batches apart from that of the prompts, which follows from the same seed."""
@@ -61,7 +61,7 @@ class Experience:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, for a checkpoint in the middle of an iteration."""
-        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
+        fields = vars(self.batch)
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
         return {"batch": plain, "iteration": self.iteration}
 

@@ -25,7 +25,7 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.fleet import Fleet, FleetSampler
-from mrl.rollout.kept import trajectory_from_state, trajectory_state
+from mrl.rollout.recorded import trajectory_from_state, trajectory_state
 from mrl.rollout.servers import ServerSampler
 from mrl.trainers.rl.collect import Collector, ScoredRollout
 
@@ -283,12 +283,11 @@ def _launch_state(launch: _Launch) -> dict[str, Any]:
 
 def _rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
     """Returns plain data and tensors, rows of prompts included: the data may change before a resume."""
-    state = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    state = dict(vars(rollout))
     trained = (state.pop("trajectories"), state.pop("scores"))
     parts = {"trained": trained, "rejected": state.pop("rejected"), "greedy": state.pop("greedy")}
     prompts = {t.prompt.index: t.prompt for trajectories, _ in parts.values() for t in trajectories}
-    fields = [field.name for field in dataclasses.fields(Prompt)]
-    rows = [{name: _plain(getattr(prompt, name)) for name in fields} for prompt in prompts.values()]
+    rows = [_plain(vars(prompt)) for prompt in prompts.values()]
     return state | {"prompts": rows} | {name: _samples_state(samples) for name, samples in parts.items()}
 
 

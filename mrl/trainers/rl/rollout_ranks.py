@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from mrl.algorithms.recipes import check_algorithm
-from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import role_configs, sampling_engine
 from mrl.data.tokenizer import load_tokenizer
@@ -35,7 +34,7 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.ranks import end_ranks
 from mrl.trainers.rl.roles import role_folder
-from mrl.trainers.rl.samplers import make_sampler
+from mrl.trainers.rl.samplers import actor_log_probs, make_sampler
 from mrl.trainers.signals import StopSignal
 
 KEEPALIVE_S = 60.0
@@ -146,8 +145,7 @@ class _SampledModel:
         return [dataclasses.asdict(completion) for completion in made]
 
     def do_score(self, tokens: list[int]) -> list[float]:
-        batch = make_batch([tokens], [[1.0] * len(tokens)])
-        return self._dispatch.forward("actor", batch)["log_probs"].tolist()
+        return actor_log_probs(self._dispatch, tokens)
 
     def do_version(self) -> str:
         return self._version

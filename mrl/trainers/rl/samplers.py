@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -25,17 +26,16 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.adapters import AdapterTraining
 from mrl.rollout.base import Sampler, SharedRollouts, TrajectorySource
 from mrl.rollout.fleet import Probe
-from mrl.rollout.kept import KeptRollouts
+from mrl.rollout.handover import weights_dir
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.ranks import RankSampler
-from mrl.rollout.recorded import RecordedRollouts
+from mrl.rollout.recorded import KeptRollouts, RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.servers import ServerSampler
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.stops import EndTokens
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
-from mrl.rollout.weights import weights_dir
 from mrl.trainers.common import say_all
 from mrl.trainers.trainer import Trainer
 from mrl.weights.hf_config import read_hf_config, vocab_size_of
@@ -237,9 +237,11 @@ def _origin(config: PPOConfig, folder: str, ends: EndTokens, world_size: int) ->
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:
     """Returns the text that servers are asked about after every hand-over, to compare with the actor's own
     log-probs."""
+    tokens = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max_length - 1]
+    return Probe(tokens, functools.partial(actor_log_probs, dispatch))
 
-    def log_probs(tokens: Sequence[int]) -> list[float]:
-        batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
-        return dispatch.forward("actor", batch)["log_probs"].tolist()
 
-    return Probe(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max_length - 1], log_probs)
+def actor_log_probs(dispatch: WorkerDispatch, tokens: Sequence[int]) -> list[float]:
+    """Returns the actor's log-probs of `tokens[1:]` at temperature 1. Collective."""
+    batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
+    return dispatch.forward("actor", batch)["log_probs"].tolist()

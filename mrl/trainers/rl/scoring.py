@@ -15,7 +15,7 @@ from mrl.engine.collective import OnMain
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores
 from mrl.rewards.text import Row
-from mrl.roles.reward_model import RewardModel
+from mrl.roles.frozen import RewardModel
 from mrl.rollout.base import Trajectory
 from mrl.trainers.trainer import Trainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -86,30 +87,19 @@ def write_rollout(
     of_tokens = [*of_tokens, *(None for _ in rejected)]
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
     scores = scoring.select(scores, collected.sampled)
-    write_samples(
-        str(directory.samples),
-        step,
+    folder = str(directory.samples)
+    write = functools.partial(write_samples, folder, step, tokens=wanted.tokens, compress=wanted.compress)
+    write(
         [trajectories[i] for i in collected.sampled],
         rewards=scores.totals,
         parts=scores.parts,
         advantages=[with_none[i] for i in collected.sampled],
         token_advantages=[of_tokens[i] for i in collected.sampled],
-        tokens=wanted.tokens,
-        compress=wanted.compress,
     )
     greedy, of_greedy = collected.greedy
     if greedy:
-        write_samples(
-            str(directory.samples),
-            step,
-            greedy,
-            series="baseline",
-            rewards=of_greedy.totals,
-            parts=of_greedy.parts,
-            tokens=wanted.tokens,
-            compress=wanted.compress,
-        )
-    bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
+        write(greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts)
+    bound(folder, keep=wanted.keep, max_mb=wanted.max_mb)
 
 
 def mean_advantages(experience: Experience) -> Tensor:

@@ -24,21 +24,24 @@ from mrl.rollout.base import SharedRollouts, TrajectorySource
 from mrl.rollout.ranks import init_ranks
 from mrl.rollout.servers import ServerSampler
 from mrl.rollout.stops import EndTokens
-from mrl.trainers.common import is_due, say_all, say_mtp_layers
+from mrl.trainers.common import CheckpointSaver, is_due, say_all, say_mtp_layers
 from mrl.trainers.console import Console
-from mrl.trainers.length import length_of
-from mrl.trainers.opening import say_choices, say_length, say_model
+from mrl.trainers.opening import length_of, say_choices, say_length, say_model
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import evaluation_of
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.prompts import PromptsTask
-from mrl.trainers.rl.roles import make_dispatch, role_fingerprints, role_folder, set_total_steps
+from mrl.trainers.rl.roles import (
+    check_vocabularies,
+    make_dispatch,
+    references_of,
+    role_fingerprints,
+    role_folder,
+)
 from mrl.trainers.rl.samplers import open_rollouts
 from mrl.trainers.rl.scoring import Scoring, scoring_of
-from mrl.trainers.rl.teachers import check_vocabularies, references_of
 from mrl.trainers.run_directory import StartState
-from mrl.trainers.saves import CheckpointSaver
 from mrl.trainers.trainer import Trainer, console_of
 from mrl.weights.hf_config import read_hf_config
 from mrl.weights.hub import check_same_model
@@ -79,7 +82,10 @@ class PPOTrainer(Trainer):
             config, prompts, console, rows=config.prompts_per_iteration, each=config.steps_per_iteration,
             check=functools.partial(check_schedules, config),
         )  # fmt: skip
-        set_total_steps(self.dispatch, self.total_steps, critic_warmup=config.algorithm.critic_warmup)
+        engines = self.dispatch.engines
+        engines["actor"].set_total_steps(self.total_steps - config.algorithm.critic_warmup)
+        if "critic" in engines:
+            engines["critic"].set_total_steps(self.total_steps)
         first = [row for rows in (prompts, *held_out.values()) for row in rows.first_rows()]
         scores = scoring_of(self, self.folders, first)
         self.ends = EndTokens.of(folder, self.tokenizer, prompts.encoders())

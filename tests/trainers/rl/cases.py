@@ -27,14 +27,14 @@ from mrl.engine.base import BaseEngine, Completion
 from mrl.engine.sampling import SamplingKey
 from mrl.errors import ConfigError, RewardError
 from mrl.roles.dispatch import StepResult, WorkerDispatch
-from mrl.roles.reward_model import RewardModel
+from mrl.roles.frozen import RewardModel
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.fleet import Fleet, FleetSampler
 from mrl.rollout.http import HttpClient
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.vllm import VLLMServer
 from mrl.trainers import ppo, signals
-from mrl.trainers.rl import experience, prepare
+from mrl.trainers.rl import experience, updates
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.launched import LaunchedRollouts
 from mrl.trainers.rl.trainer import trainer_of
@@ -172,7 +172,7 @@ def steps_are_counted() -> Iterator[None]:
 @contextlib.contextmanager
 def old_log_probs_come_first() -> Iterator[None]:
     """Every rollout gets a forward for its old log-probs, also one whose only step would give them."""
-    with mock.patch.object(prepare, "step_gives_old_log_probs", lambda *_: False):
+    with mock.patch.object(updates, "step_gives_old_log_probs", lambda *_: False):
         yield
 
 

@@ -9,7 +9,7 @@ from mrl.algorithms.kl import KLController
 from mrl.algorithms.recipes import overlong_cache, recipe
 from mrl.batch import make_batch
 from mrl.trainers.rl.experience import Experience, make_experience
-from mrl.trainers.rl.teachers import References
+from mrl.trainers.rl.roles import References
 
 MASKS = [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 1, 0, 1, 1]]
 SCORES, COEF, GAMMA, LAMBDA = [1.0, -0.5, 2.0], 0.7, 0.9, 0.8

@@ -21,10 +21,10 @@ from mrl.trainers import ppo
 from mrl.trainers.rl.collect import ScoredRollout, conversation_metrics
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
-from mrl.trainers.rl.prepare import policy_metrics, rollout_metrics
+from mrl.trainers.rl.roles import References
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import histograms, mean_advantages
-from mrl.trainers.rl.teachers import References
+from mrl.trainers.rl.updates import policy_metrics, rollout_metrics
 from tests.config.test_load import PPO_BASE
 
 
@@ -178,10 +178,10 @@ HELD_OUT = {"new": [(2, 0.0), (5, 1.0), (1, 0.5), (4, 0.25)], "old": [(9, -1.0),
 class Given(TrajectorySource):
     """Gives the answers of HELD_OUT to prompts by their index."""
 
-    def sample(self, prompts, *, step, samples, greedy=False, round=0, series="step"):
-        assert series == "eval" and greedy == (samples == 1)
+    def answer(self, prompts, asked):
+        assert asked.series == "eval" and asked.greedy == (asked.samples == 1)
         every = [pair for of in HELD_OUT.values() for pair in of]
-        chosen = [(p.index, i) for p in prompts for i in range(samples)]
+        chosen = [(p.index, i) for p in prompts for i in range(asked.samples)]
         return [answer(index, 3, [1] * every[2 * index + i][0], reward=every[2 * index + i][1]) for index, i in chosen]
 
     def close(self):
