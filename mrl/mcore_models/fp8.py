@@ -177,10 +177,10 @@ def accumulate_gradients(chunk: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def disabled(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes layers compute in bfloat16 inside: decoding has one token of a sequence at a time."""
-    held = []
+    held: list[tuple[Any, Any]] = []
     for chunk in chunks:
         for module in chunk.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "fp8", None):  # modules share a config: it is None for all but the first
                 held.append((config, config.fp8))
                 config.fp8 = None
