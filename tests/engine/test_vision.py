@@ -115,6 +115,10 @@ def test_on_two_ranks(table, case):
     run(table, case, 2)
 
 
+def test_offloaded_state_gives_the_same(table):
+    run(table, "offloaded_state_gives_the_same", 1)
+
+
 def test_guards_of_adapters_end_without_images(table):
     lora = LoraConfig(rank=4, alpha=6.0)
     run(table, "guards_of_adapters_end_without_images", 2, lora=lora)

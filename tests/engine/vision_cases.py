@@ -13,7 +13,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.guards import FaultKind, Problem
 from mrl.errors import ModelError
 from tests.engine import tiny
-from tests.engine.contract import assert_equal, gradients, make_engine
+from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
 
 
 def documents_do_not_see_each_other(config: RoleConfig, batch: Batch) -> None:
@@ -116,6 +116,16 @@ def a_checkpoint_restores(config: RoleConfig, batch: Batch, folder: str) -> None
     _, found = gradients(again, again.shard_data(batch))
     assert_equal(found, expected)
     assert not engine.is_main or any(not torch.equal(untrained[name], found[name]) for name in found)
+
+
+def offloaded_state_gives_the_same(config: RoleConfig, batch: Batch) -> None:
+    everything = ("parameters", "gradients", "optimizer", "activations")
+    engines = [
+        make_engine(c)
+        for c in (config, dataclasses.replace(config, engine=dataclasses.replace(config.engine, offload=everything)))
+    ]
+    (_, expected), (_, found) = (gradients(engine, engine.shard_data(batch)) for engine in engines)
+    assert_close(found, expected, 0.0)
 
 
 def an_export_gives_equal_log_probs(config: RoleConfig, batch: Batch, folder: str) -> None:

@@ -18,8 +18,8 @@ from mrl import __version__
 from mrl.commands.ppo import COMMAND as PPO_COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
-from mrl.launch.slurm.options import ServersConfig, SlurmConfig
-from mrl.launch.slurm.render import NAMES, Job, render, template_text
+from mrl.launch.slurm.options import TEMPLATE_NAMES, ServersConfig, SlurmConfig
+from mrl.launch.slurm.render import Job, render, template_text
 from mrl.launch.slurm.servers import server_command
 from tests.bad_input.mistakes import PPO_CONFIG
 from tests.slurm import slurm_site
@@ -176,7 +176,7 @@ def test_a_template_of_ones_own(tmp_path, monkeypatch):
     assert script == render(TASK, dataclasses.replace(SITE, setup=())).replace(
         "# ---- The environment of the training.\n", "# ---- The environment of the training.\nmodule load cuda/13\n"
     )
-    for name in NAMES:
+    for name in TEMPLATE_NAMES:
         own.write_text(slurm_site.invoke("template", name).stdout)
         assert own.read_text() == template_text(name)
         job, options = jobs()[name]

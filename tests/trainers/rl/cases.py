@@ -265,16 +265,28 @@ def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried_at(step: int, pid: int) -> Iterator[None]:
-    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
+def hurried_at(step: int, pid: int, sync: bool = False) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice. sync: as servers are about to get
+    the weights that `step` is the first to change."""
+    now: set[bool] = set()
+
+    def hang_and_hurry() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
-            os.kill(pid, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGTERM)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            now.add(True)
+            if not sync:
+                hang_and_hurry()
 
-    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
+    def at_sync(*_: Any) -> None:
+        if now:
+            hang_and_hurry()
+
+    comes = before(ppo, "take_launched" if sync else "one_step", at_step)
+    with comes, before(Fleet, "send", at_sync), mock.patch.object(signals, "APART_S", 0.2):
         yield
 
 
