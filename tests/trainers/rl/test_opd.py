@@ -84,7 +84,10 @@ def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs
 def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
     """Of any algorithm. The run goes on to the bit, and with no other one's weights."""
     shutil.copytree(inputs / "other", tmp_path / "reference")
-    steps = {"checkpoint": {"every": 2, "export_hf": False}, "reference": {"model": {"path": str(tmp_path / "reference")}}}
+    steps = {
+        "checkpoint": {"every": 2, "export_hf": False},
+        "reference": {"model": {"path": str(tmp_path / "reference")}},
+    }
     for run, count in (("whole", 4), ("run", 2), ("run", 4)):
         train(make_config(inputs, tmp_path / run, **steps, train={"steps": count}))
     assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
