@@ -368,11 +368,11 @@ LORA_ROWS = (
     Row("qwen3_5", "tp2+sp", size=4, lora="all", why="four adapters of one linear, whose rows take turns by key head"),
 )
 FSDP_LORA_ROWS = _fsdp(
-    Row("qwen3_5", "cp2", size=4, lora="all"),
     Row("llama", "cp2", size=4, lora="all"),
     Row("llama tied", "cp2xdp2", tokens=64, packing=False, lora="q v"),
     Row("qwen3_moe", "dp4", size=2, lora="all", fsdp=FSDPConfig(replicate=2)),
     Row("llama", "cp2xdp2", size=2, lora="all", recompute="full", recompute_every=2, fsdp=FSDPConfig(replicate=2)),
+    Row("qwen3_5", "cp2", size=4, lora="all"),
 )
 FSDP_NIGHTLY_LORA_ROWS = _fsdp(
     Row("llama", "cp4", size=4, lora="all"),
