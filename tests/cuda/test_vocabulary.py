@@ -7,7 +7,7 @@ import pytest
 from tests.cuda.cases import DENSE, _case
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_temperature_is_part_of_the_draw(worker):
     """Beside a replay of the step's graph it takes no operation."""
     plain, warm = (
