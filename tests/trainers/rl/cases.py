@@ -265,28 +265,33 @@ def server_comes_back(step: int, pid: int, url: str, at: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried_at(step: int, pid: int, sync: bool = False) -> Iterator[None]:
-    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice. sync: as servers are about to get
-    the weights that `step` is the first to change."""
-    now: set[bool] = set()
-
-    def hang_and_hurry() -> None:
-        os.kill(pid, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+def hurried_at(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` hang as `step` begins to train, and SIGTERM comes twice."""
 
     def at_step(trainer: Any, *_: Any) -> None:
         if trainer.progress.step + 1 == step and trainer.dispatch.is_main:
+            os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    with before(ppo, "one_step", at_step), mock.patch.object(signals, "APART_S", 0.2):
+        yield
+
+
+@contextlib.contextmanager
+def server_ends_at_sync(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` end as they are about to get the weights that `step` is the first to change."""
+    now: set[bool] = set()
+
+    def at_take(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step:
             now.add(True)
-            if not sync:
-                hang_and_hurry()
 
     def at_sync(*_: Any) -> None:
         if now:
-            hang_and_hurry()
+            os.kill(pid, signal.SIGKILL)
 
-    comes = before(ppo, "take_launched" if sync else "one_step", at_step)
-    with comes, before(Fleet, "send", at_sync), mock.patch.object(signals, "APART_S", 0.2):
+    with before(ppo, "take_launched", at_take), before(Fleet, "send", at_sync):
         yield
 
 
@@ -344,7 +349,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, step_changes,
-        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, server_ends_at_sync, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip

@@ -249,9 +249,9 @@ def test_a_rollout_that_broke_off_is_sampled_by_the_newest_weights(inputs, unbro
     assert indices_of(tmp_path / "run") == indices_of(unbroken("whole")), "no prompt is lost"
 
 
-def restarted(config, inputs, server, **how) -> str:
-    """The server hangs as step 3 begins to train; the run stops, and goes on with another one. Returns what is printed then."""
-    train(config, ended="stopped", happening="hurried_at", pid=server.process.pid, step=3, **how)
+def restarted(config, inputs, server, ended="stopped", happening="hurried_at") -> str:
+    """The server hangs, or ends, at step 3, and so does the run, which goes on with another one. Returns what is printed then."""
+    train(config, ended=ended, happening=happening, pid=server.process.pid, step=3)
     server.close()
     again = Running(inputs / "model")
     try:
@@ -264,8 +264,8 @@ def restarted(config, inputs, server, **how) -> str:
 @pytest.mark.parametrize("run", ["whole", "two_ahead"])
 def test_a_server_that_is_lost_after_its_rollout_changes_nothing(inputs, server, unbroken, tmp_path, run):
     """The checkpoint has the rollout, and a server that was started again gets the weights that are next."""
-    changes = tiny_policies.merge(RUNS[run], {"rollout": {"server": {"timeout_s": 10}}})
-    restarted(config_of(inputs, tmp_path / "run", server, **changes), inputs, server, sync=True)
+    config = config_of(inputs, tmp_path / "run", server, **RUNS[run])
+    restarted(config, inputs, server, "ServerError", "server_ends_at_sync")
     assert made_of(tmp_path / "run") == made_of(unbroken(run))
 
 
