@@ -29,7 +29,7 @@ def test_an_update_is_made_by_its_kernels(worker):
     assert result.tensors["states"] == result.tensors["masters"] == ["cuda torch.float32"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_moments_in_bfloat16_are_rounded_ones_of_torchs_adamw(worker):
     result, calls = worker.call("tests.cuda.apex:update", dataclasses.replace(CASE, bf16_moments=True))
     assert "adam" not in calls

@@ -49,7 +49,7 @@ def test_models_of_transformers(worker, family, norms, mlps):
     assert (found["cos"], found["sin"], found.get("rsqrt", 0)) == (1, 1, 0)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_temperature_is_part_of_the_draw(worker):
     """Beside a replay of the step's graph it takes no operation."""
     plain, warm = (

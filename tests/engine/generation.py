@@ -160,6 +160,16 @@ def same_in_any_company(config: RoleConfig) -> None:
         same(engine.generate(requests), everything)
     with tokens_read_late():
         same(engine.generate(requests), everything)
+        kept, half = KeptSequences(200), [dataclasses.replace(r, max_new_tokens=2) for r in requests]
+        begun = engine.generate(half, cache_tokens=45, prefill_tokens=3, kept=kept)
+    rest = [i for i in everything if not begun[i].finished and requests[i].max_new_tokens > 2]
+    longer = [
+        dataclasses.replace(r, tokens=[*r.tokens, *begun[i].tokens], max_new_tokens=r.max_new_tokens - 2)
+        for i, r in enumerate(requests)
+        if i in rest
+    ]
+    ends = zip((begun[i] for i in rest), engine.generate(longer, kept=kept), strict=True)
+    same([Completion(a.tokens + b.tokens, a.log_probs + b.log_probs, b.finished) for a, b in ends], rest)
     greedy = [dataclasses.replace(r, sampling=GREEDY) for r in requests]
     assert engine.generate(greedy) != together and engine.generate([]) == []
     other = engine.generate([dataclasses.replace(r, key=r.key._replace(step=3)) for r in requests])

@@ -64,7 +64,6 @@ TWO_PROCESSES = (
     Row("llama tied", "cp2", size=8),
     Row("llama tied", "pp2xvpp2", size=2, packing=False),
     Row("llama 5 layers", "pp2", size=4, why="uneven pipeline"),
-    Row("llama value head", "tp2+sp", size=4),
     Row("llama tied value head", "pp2", size=4),
     Row("llama value head", "tp2", packing=False, size=8),
     Row("llama value head", "dp2", size=2),
@@ -75,7 +74,6 @@ TWO_PROCESSES = (
     Row("mistral", "cp2", size=4, why="the window crosses the zigzag's segments"),
     Row("mistral", "pp2", tokens=40),
     Row("qwen2", "tp2", size=8, recompute="selective"),
-    Row("qwen2 window", "pp2", size=4),
     Row("qwen3", "tp2+sp", tokens=64),
     Row("qwen3 tied", "dp2", size=4),
     Row("qwen3_moe", "dp2xep2", size=2),
@@ -83,15 +81,12 @@ TWO_PROCESSES = (
     Row("mixtral", "tp2+spxetp1", size=4, why="whole experts beside split attention, with ep 1"),
     Row("mixtral", "dp2xetp2", size=4, why="split experts beside whole attention, with ep 1"),
     Row("qwen3_moe", "pp2", size=4),
-    Row("mixtral", "dp2xep2", packing=False, size=4),
     Row("mixtral", "cp2", size=4),
     Row("deepseek_v3", "tp2+sp", size=4, why="a rotary key that the heads of all ranks share"),
     Row("deepseek_v3", "dp2xep2", size=4),
     Row("deepseek_v3", "cp2", size=4, why="keys and values of unequal sizes"),
-    Row("deepseek_v3 yarn", "pp2", size=4),
     Row("gpt_oss", "tp2+spxetp1", size=4),
     Row("gpt_oss", "dp2xep2", size=4),
-    Row("gpt_oss", "cp2", size=4),
     Row("gpt_oss", "pp2", size=4),
     Row("olmoe", "tp2+sp", size=4, why="a norm over heads that are split"),
     Row("olmoe", "pp2", size=4),
@@ -113,6 +108,16 @@ TWO_PROCESSES = (
     Row("qwen3_5_moe", "cp2", packing=False, size=4),
     Row("qwen3_5_moe", "pp2", size=4),
 )
+
+CROSSES = (
+    Row("llama value head", "tp2+sp", size=4, recompute="selective"),
+    Row("mixtral", "dp2xep2", packing=False, size=4, recompute="full"),
+    Row("glm4_moe", "cp2", packing=False, size=4),
+    Row("gpt_oss", "cp2", size=4),
+    Row("qwen2 window", "pp2", size=4),
+    Row("deepseek_v3 yarn", "pp2", size=4),
+)
+"""What goes together in no other row of CI: windows, sinks, rotations, recompute and padding with layouts."""
 
 FOUR_PROCESSES = (
     Row("llama", "tp4+sp", size=4, why="two key/value heads on four ranks; vocabulary of 131"),
@@ -137,7 +142,7 @@ _SEEN = {MODELS[row.model][0] for row in ONE_PROCESS}
 NEW_FAMILIES = tuple(Row(family, size=4) for family in tiny.FAMILIES if family not in _SEEN)
 """A family that no row above has yet: it is one entry of tests/engine/tiny.py."""
 
-ROWS = ONE_PROCESS + NEW_FAMILIES + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
+ROWS = ONE_PROCESS + NEW_FAMILIES + TWO_PROCESSES + CROSSES + FOUR_PROCESSES + EIGHT_PROCESSES
 
 NIGHTLY_ROWS = (
     Row("deepseek_v3", "tp2+spxpp2xdp2xep2", size=2),
@@ -367,6 +372,7 @@ FSDP_LORA_ROWS = _fsdp(
     Row("llama tied", "cp2xdp2", tokens=64, packing=False, lora="q v"),
     Row("qwen3_moe", "dp4", size=2, lora="all", fsdp=FSDPConfig(replicate=2)),
     Row("llama", "cp2xdp2", size=2, lora="all", recompute="full", recompute_every=2, fsdp=FSDPConfig(replicate=2)),
+    Row("qwen3_5", "cp2", size=4, lora="all"),
 )
 FSDP_NIGHTLY_LORA_ROWS = _fsdp(
     Row("llama", "cp4", size=4, lora="all"),

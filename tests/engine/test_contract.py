@@ -46,11 +46,12 @@ MORE = (
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
 FAST_CASES = [(layout, case) for layout, case in CASES if layout in FEW and (layout in FEW[:2] or case in EVERYWHERE)]
 SLOW_CASES = [  # each layout in turn
-    (layout, EVERYWHERE[i % len(EVERYWHERE)]) for i, layout in enumerate(LAYOUTS) if layout not in FEW
+    *((layout, EVERYWHERE[i % len(EVERYWHERE)]) for i, layout in enumerate(LAYOUTS) if layout not in FEW),
+    ("fsdp cp2", "offloaded_state_gives_the_same_numbers"),
 ]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
 FAST_MORE = MORE_CASES[1:3]
-SLOW_MORE = [one for one in MORE_CASES if one[0] in ("megatron ep2", "megatron cp2")]
+SLOW_MORE = [one for one in MORE_CASES if one[0] in ("megatron ep2", "megatron cp2", "fsdp")]
 
 
 def run(layout, case, folder, **kwargs):
@@ -244,7 +245,12 @@ def test_value_head_export(folder, tmp_path, layout):
 
 GENERATED = [(layout, family) for family in ("llama", "mistral") for layout in LAYOUTS]
 FAST_GENERATED = [(layout, "llama") for layout in FEW]
-SLOW_GENERATED = [("fsdp cp2", "mistral"), ("megatron cp2", "mistral"), ("megatron tp2 pp2", "llama")]
+SLOW_GENERATED = [
+    ("fsdp cp2", "mistral"),
+    ("megatron cp2", "mistral"),
+    ("megatron tp2 pp2", "llama"),
+    ("fsdp hsdp", "llama"),
+]
 
 
 @pytest.mark.parametrize(("layout", "family"), in_tiers(FAST_GENERATED, SLOW_GENERATED, GENERATED))

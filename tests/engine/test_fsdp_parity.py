@@ -37,7 +37,7 @@ def pushed() -> list[Row]:
     return found
 
 
-CI = [row for row in (*pushed(), *next_rows(ROWS)) if not str(row).startswith(NIGHTLY)]
+CI = [row for row in (*pushed(), *next_rows(ROWS), FSDP_LORA_ROWS[-1]) if not str(row).startswith(NIGHTLY)]
 
 
 @pytest.mark.parametrize("row", in_tiers(pushed()[::3], CI, ALL), ids=str)

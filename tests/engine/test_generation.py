@@ -53,6 +53,8 @@ LAYOUTS = {
     "megatron qwen3_5 pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}, "qwen3_5", 4),
     "megatron qwen3_5_moe ep2": (2, "megatron", {"ep": 2}, "qwen3_5_moe", 4),
     "fsdp qwen3_5": (1, "fsdp", {}, "qwen3_5", 2),
+    "fsdp qwen3_5_moe dp2": (2, "fsdp", {}, "qwen3_5_moe", 2),
+    "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
     "external": (1, EXTERNAL, {}, "qwen3", 2),
     "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
     "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
@@ -91,7 +93,7 @@ def run(layout, case, model, optimizer=None, **kwargs):
 AT_NIGHT = [  # of which layout and family are each in another one
     "megatron tp4", "megatron experts tp2", "megatron olmoe tp2", "fsdp", "external", "megatron deepseek_v3 pp2", "megatron tp2 pp2",
     "megatron gpt_oss tp2", "megatron experts tp2 ep2", "external experts dp2", "megatron tied tp2", "megatron dp2",
-    "megatron pp2 ep2", "megatron qwen3_5", "megatron qwen3_5 pp2 vpp2",
+    "megatron pp2 ep2", "megatron qwen3_5", "megatron qwen3_5 pp2 vpp2", "fsdp experts dp2", "fsdp qwen3_5",
 ]  # fmt: skip
 
 
@@ -148,7 +150,7 @@ FIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(FIXED[:2], [FIXED[2], FIXED[6]], FIXED))
+@pytest.mark.parametrize("layout", in_tiers(FIXED[:2], [FIXED[2], *FIXED[6:8]], FIXED))
 def test_fixed_shapes_give_the_same(model, layout):
     run(layout, "fixed_shapes_give_the_same", model)
 
@@ -163,7 +165,7 @@ INVARIANT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[3:4], INVARIANT))
+@pytest.mark.parametrize("layout", in_tiers(INVARIANT[:1], INVARIANT[3:5], INVARIANT))
 def test_company_changes_no_bit(model, layout):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
     config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None, size=1)

@@ -123,7 +123,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "row", in_tiers(LORA_ROWS[::3], [LORA_ROWS[i] for i in (1, 2, 10, 11)], (*LORA_ROWS, *NIGHTLY_LORA_ROWS)), ids=str
+    "row",
+    in_tiers(LORA_ROWS[::3], [LORA_ROWS[i] for i in (1, 2, 4, 10, 11)], (*LORA_ROWS, *NIGHTLY_LORA_ROWS)),
+    ids=str,
 )
 def test_row(table: Table, row: Row):
     table.check(row)

@@ -103,7 +103,7 @@ def test_other_ways_of_tokens_to_experts(tmp_path, keys, bound):
     assert bound == ROUNDING or found["loss"] > 1e-4
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_experts_by_deep_ep_compute_the_same(tmp_path):
     """By megatron-core's own code for it, over a stand-in of what DeepEP does between ranks."""
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3_moe")

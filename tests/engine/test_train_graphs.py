@@ -30,7 +30,9 @@ def compared(tmp_path, family, world, parallel, options, **more):
     return run_case(world, "tests.engine.train_graphs:compare", config=config, te=te, timeout_s=60.0, **more)
 
 
-@pytest.mark.parametrize("family, world, parallel, options", in_tiers(CASES[:3], CASES[3:5], CASES), ids=str)
+@pytest.mark.parametrize(
+    "family, world, parallel, options", in_tiers(CASES[:3], [*CASES[3:5], CASES[7]], CASES), ids=str
+)
 def test_replays_change_no_bit(tmp_path, family, world, parallel, options):
     found = compared(tmp_path, family, world, parallel, options)
     assert found.differ == {} and found.lines == []

@@ -22,7 +22,7 @@ from mrl.config.schema import FSDPConfig, LoraConfig, RoleConfig
 from mrl.engine.guards import FaultKind, Problem
 from mrl.errors import ModelError
 from tests.engine import tiny
-from tests.engine.contract import assert_equal, gradients, make_engine
+from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
 from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
 from tests.engine.tiny_vision import image_batch, make_vision_model
@@ -129,6 +129,16 @@ def a_checkpoint_restores(config: RoleConfig, batch: Batch, folder: str) -> None
     _, found = gradients(again, again.shard_data(batch))
     assert_equal(found, expected)
     assert not engine.is_main or any(not torch.equal(untrained[name], found[name]) for name in found)
+
+
+def offloaded_state_gives_the_same(config: RoleConfig, batch: Batch) -> None:
+    everything = ("parameters", "gradients", "optimizer", "activations")
+    engines = [
+        make_engine(c)
+        for c in (config, dataclasses.replace(config, engine=dataclasses.replace(config.engine, offload=everything)))
+    ]
+    (_, expected), (_, found) = (gradients(engine, engine.shard_data(batch)) for engine in engines)
+    assert_close(found, expected, 0.0)
 
 
 def an_export_gives_equal_log_probs(config: RoleConfig, batch: Batch, folder: str) -> None:
@@ -248,6 +258,10 @@ def test_documents_do_not_see_each_other(table, model):
 @pytest.mark.parametrize("case", ["images_matter", "guards_see_a_tower_that_does_not_train"])
 def test_on_two_ranks(table, case):
     run(table, case, 2)
+
+
+def test_offloaded_state_gives_the_same(table):
+    run(table, "offloaded_state_gives_the_same", 1)
 
 
 def test_guards_of_adapters_end_without_images(table):

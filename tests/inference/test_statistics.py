@@ -62,6 +62,17 @@ def test_intervals_cover(samples):
     assert 0.92 <= covered / runs <= 0.98
 
 
+def test_an_interval_covers_near_one():
+    """Of 50 prompts, 3 % are answered half of the time and others nearly always, 4 samples each: Student's covers 87 %."""
+    rng, covered, runs = random.Random(1), 0, 1000
+    for _ in range(runs):
+        chances = [0.5 if rng.random() < 0.03 else 0.995 for _ in range(50)]
+        values_P = [fmean(float(rng.random() < chance) for _ in range(4)) for chance in chances]
+        low, high = statistics.interval(values_P)
+        covered += low <= 0.97 * 0.995 + 0.03 * 0.5 <= high
+    assert covered / runs >= 0.92, covered / runs
+
+
 def test_an_interval_of_shares_is_wilsons_of_its_effective_count():
     """Of pass@k's values, say: Franco et al. 2019, with Korn and Graubard's (z / t)^2; t of 4 degrees by the tables."""
     values, z, t = [0.5, 0.25, 1.0, 0.75, 0.0], 1.959964, 2.776445
@@ -105,6 +116,16 @@ def test_an_interval_of_few_pairs_that_differ_agrees_with_the_exact_test():
     assert statistics.binary_difference(3, 0, 3)[1] == 1
 
 
+def test_an_interval_of_few_pairs_that_differ_covers():
+    rng, covered, runs = random.Random(2), 0, 1000
+    for _ in range(runs):
+        draws = [rng.random() for _ in range(100)]
+        only_first, only_second = sum(d < 0.05 for d in draws), sum(0.05 <= d < 0.06 for d in draws)
+        low, high = statistics.binary_difference(only_first, only_second, 100)
+        covered += low <= 0.04 <= high
+    assert covered / runs >= 0.94, covered / runs
+
+
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 0), (3, 9), (10, 10), (1, 0), (12, 4)])
 def test_mcnemar_is_a_sum_over_all_outcomes(only_first, only_second):
     count = only_first + only_second
@@ -132,4 +153,6 @@ def test_many_signs_are_drawn():
     drawn = statistics.sign_flips(differences)
     assert drawn == pytest.approx(exact, abs=4 * math.sqrt(exact / statistics.RANDOM_SIGNS))
     assert drawn == statistics.sign_flips(differences)
+    blocks = statistics.RANDOM_SIGNS // statistics.AT_ONCE
+    assert (round(drawn * (1 + statistics.RANDOM_SIGNS)) - 1) % blocks, "each block has draws of its own"
     assert statistics.sign_flips([1.0] * 200) == 1 / (1 + statistics.RANDOM_SIGNS), "never 0"

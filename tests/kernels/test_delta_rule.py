@@ -141,7 +141,7 @@ def test_heads_compute_by_the_kernels_that_are_taken(monkeypatch, step):
     assert not torch.equal(found[0][0], found[1][0])  # two ways to compute it
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_no_token_of_another_document_moves_a_bit():
     lengths, found = (66, 1, 9), []
     for factor in (1.0, 0.5):

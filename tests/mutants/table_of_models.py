@@ -94,7 +94,7 @@ OF_MODELS = (
     ),
     *_of(
         "engine/generation.py",
-        "engine/test_generation.py::test_same_in_any_company[megatron pp2]",
+        "engine/test_generation.py::test_same_in_any_company[megatron ep2]",
         ("            if all(exact):", "            if exact is not None:"),
     ),
     *_of(

@@ -62,7 +62,7 @@ def whole(inputs, tmp_path_factory):
     [
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
         pytest.param([MOE["ep2"], MOE["tp1"]], marks=pytest.mark.slow),
-        pytest.param([DELTA["tp2"], DELTA["pp2"], DELTA["cp2"]], marks=pytest.mark.nightly),
+        pytest.param([DELTA["tp2"], DELTA["pp2"], DELTA["cp2"]], marks=pytest.mark.slow),
         pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.nightly),
         pytest.param([DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]], marks=pytest.mark.slow),
     ],

@@ -333,6 +333,23 @@ def test_each_row_learns_from_the_teacher_that_it_names(by_row, tmp_path, name):
         assert found == pytest.approx(step, rel=2e-5)
 
 
+@pytest.mark.slow
+def test_adapters_learn_from_the_teacher_that_a_source_names(by_row, tmp_path):
+    """As whole models would at first, where adapters add nothing; then the divergence falls."""
+    keys = {"loss": "forward_kl", "top_k": 5}
+    data = [{"path": str(by_row / "train.jsonl"), "teacher": "third"}]
+    config = make_config(
+        by_row, tmp_path, teacher=keys | {"others": {"third": {"model": {"path": str(by_row / "third")}}}},
+        data={"train": data}, model={"lora": {"rank": 4}}, optimizer={"lr": 1e-2}, train={"steps": 12},
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    rows = [{**row, "teacher": "third"} for row in read_rows(by_row / "train.jsonl")]
+    write_rows(by_row / "named.jsonl", rows)
+    losses = numbers(tmp_path)[:12]
+    assert losses[0] == pytest.approx(oracle(by_row, keys, "named", 1, others=("third",))[0], rel=2e-5)
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_a_teacher_without_rows_is_said_and_an_evaluation_has_those_of_its_rows(by_row, tmp_path):
     """With a cache all rows are read before the first step, so that it is known; else the sources' keys tell."""
     others = {name: {"model": {"path": str(by_row / "third")}} for name in ("third", "idle")}

@@ -42,6 +42,8 @@ class Layout:
 MEGATRON_TP2 = {"backend": "megatron", "parallel": {"tp": 2}}
 LAYOUTS = {
     "fsdp": Layout(1, {"backend": "fsdp"}, quick=1),
+    "fsdp dp2": Layout(2, {"backend": "fsdp"}),
+    "megatron tp2": Layout(2, MEGATRON_TP2),
     "dpo, fsdp dp2, with a cache": Layout(
         2, {"backend": "fsdp"}, command="dpo", more={"loss": {"name": "dpo"}, "reference": {"cache": True}}
     ),

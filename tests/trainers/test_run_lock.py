@@ -16,6 +16,8 @@ import pytest
 
 from mrl.errors import ConfigError
 from mrl.trainers.run_lock import NAME, RunLock
+from tests.engine.harness import run_case
+from tests.trainers import tiny_runs
 
 HOLD = """
 import pathlib, sys
@@ -100,3 +102,16 @@ def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, capl
         lock.acquire()
     lock.release()
     assert "no lock in" in caplog.text and os.strerror(number) in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    try:
+        config = tiny_runs.make_config(inputs, tmp_path / "run")
+        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=config)
+    finally:
+        lock.release()
+    assert ended == "ConfigError" and message.startswith("output_dir: ") and str(os.getpid()) in message
+    assert list((tmp_path / "run").iterdir()) == []

@@ -122,6 +122,13 @@ def test_trap_6_logged_loss_is_the_token_mean_of_the_global_batch(inputs, tmp_pa
     assert step["train/tokens"] == tokens
 
 
+def test_trained_tokens_accumulate(inputs, whole_run):
+    lengths = [len(row["messages"][1]["content"]) + 1 for row in read_rows(inputs / "train.jsonl")]  # and <|im_end|>
+    order = [i for epoch in range(4) for i in row_order(0, epoch, len(lengths))]
+    expected = [sum(lengths[i] for i in order[: tiny_runs.BATCH * step]) for step in range(1, 9)]
+    assert [row["train/tokens"] for row in tiny_runs.steps(whole_run)] == expected
+
+
 # --------------------------------------------------------------------------------------------------------- evaluation
 
 

@@ -138,7 +138,7 @@ def tokens_of(rows: list[dict[str, str]]) -> int:
     return sum(len(row.get("chosen") or row["good"]) + 1 for row in rows)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_reward_model_of_several_sources_is_resumed_bitwise(inputs, tmp_path):
     """The padding that scores are read by is known of rows that are opened source by source."""
     train = []

@@ -75,7 +75,7 @@ def test_goes_on_in_another_layout(inputs, stopped, unharmed, tmp_path, layouts)
         assert relative_l2(tensor, weights[name]) < 1e-4, name
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(inputs, stopped, unharmed, tmp_path):
     """In one role of it: nothing of the newest is used, and the run from the one before is the same run."""
     shutil.copytree(stopped("ppo"), tmp_path / "run")

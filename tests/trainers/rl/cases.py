@@ -279,6 +279,23 @@ def hurried_at(step: int, pid: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def server_ends_at_sync(step: int, pid: int) -> Iterator[None]:
+    """The servers of process `pid` end as they are about to get the weights that `step` is the first to change."""
+    now: set[bool] = set()
+
+    def at_take(trainer: Any, *_: Any) -> None:
+        if trainer.progress.step + 1 == step:
+            now.add(True)
+
+    def at_sync(*_: Any) -> None:
+        if now:
+            os.kill(pid, signal.SIGKILL)
+
+    with before(ppo, "take_launched", at_take), before(Fleet, "send", at_sync):
+        yield
+
+
+@contextlib.contextmanager
 def hurried_at_take(step: int) -> Iterator[None]:
     """The rollout that `step` is the first to train on gets no answers. SIGTERM comes twice as the trainer waits for it,
     once those after it are whole."""
@@ -332,7 +349,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     for each in (
         critic_is_exported, sampler_is_off, role_has_other_weights, advantages_are_off, steps_are_counted,
         old_log_probs_come_first, forwards_are_counted, signal_in_evaluation, step_changes,
-        killed_at, hurried_at, hurried_at_take, server_comes_back, steps_take, reward_model_fails,
+        killed_at, hurried_at, hurried_at_take, server_ends_at_sync, server_comes_back, steps_take, reward_model_fails,
         weights_come_between_turns,
     )
 }  # fmt: skip

@@ -82,14 +82,18 @@ def test_a_stopped_run_goes_on_to_the_bit_and_checkpoints_hold_no_teacher(inputs
 
 @pytest.mark.slow
 def test_a_reference_that_never_changes_is_in_no_checkpoint(inputs, tmp_path):
-    """Of any algorithm. The run goes on with no other one's weights."""
+    """Of any algorithm. The run goes on to the bit, and with no other one's weights."""
     shutil.copytree(inputs / "other", tmp_path / "reference")
-    steps = {"train": {"steps": 2}, "checkpoint": {"every": 2, "export_hf": False}}
-    steps["reference"] = {"model": {"path": str(tmp_path / "reference")}}
-    train(make_config(inputs, tmp_path / "run", **steps))
+    steps = {
+        "checkpoint": {"every": 2, "export_hf": False},
+        "reference": {"model": {"path": str(tmp_path / "reference")}},
+    }
+    for run, count in (("whole", 4), ("run", 2), ("run", 4)):
+        train(make_config(inputs, tmp_path / run, **steps, train={"steps": count}))
+    assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
     assert not list((tmp_path / "run" / "checkpoints").rglob("reference"))
     shutil.copy(inputs / "model" / "model.safetensors", tmp_path / "reference" / "model.safetensors")
-    said = train(make_config(inputs, tmp_path / "run", **(steps | {"train": {"steps": 4}})), ended="ConfigError")
+    said = train(make_config(inputs, tmp_path / "run", **steps, train={"steps": 6}), ended="ConfigError")
     assert said.startswith("reference.model.path: value") and "is not the model of the checkpoint" in said
 
 

@@ -147,7 +147,7 @@ leave(0, failed=False)
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_messages_name_ranks_by_their_number_among_all():
     """Under torchrun, where each rank prints a line of its own."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
