@@ -194,13 +194,15 @@ def fill(
 
     def read() -> list[str]:
         """Reads the same files on every rank, since a node may not see yet what another one wrote. Returns those that
-        the main process alone can read."""
+        some ranks alone can read, if the main process knows rows by them alone."""
         names = dispatch.on_main(lambda: sorted(path.name for path in cache.folder.glob("log_probs*.pt")))
-        of_ranks = collective.all_ranks().gather(cache.read(names))
-        common = set(of_ranks[0]).intersection(*of_ranks)
-        if any(len(of_rank) > len(common) for of_rank in of_ranks):
-            cache.read(sorted(common))
-        return [name for name in of_ranks[0] if name not in common]
+        of_ranks = [set(of_rank) for of_rank in collective.all_ranks().gather(cache.read(names))]
+        of_some = set.union(*of_ranks) - set.intersection(*of_ranks)
+        if not of_some:
+            return []
+        known = set(cache.places)
+        cache.read([name for name in names if name not in of_some])
+        return sorted(of_some) if dispatch.on_main(lambda: not known <= cache.places.keys()) else []
 
     read()
     missing = cache.lacks(batches)

@@ -10,6 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -341,7 +342,7 @@ class Trainer(abc.ABC):
         config, dispatch, directory, progress = self.config, self.dispatch, self.directory, self.progress
         if progress.step == self.total_steps:
             dispatch.on_main(directory.forget_export)
-        if not directory.config.exists():
+        if not os.path.exists(directory.config):  # without an error: a rank alone must not raise here
             self.console.say(
                 f"{directory.config} is gone: if the folder was removed, its log is lost; put the file back"
             )

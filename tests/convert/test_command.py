@@ -179,7 +179,10 @@ def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, 
     assert done.exit_code == 0 and "step_00000002" in done.output and "step_00000001" in done.output, done.output
     code, said = run("export", checkpoints / "step_00000002/mcore", tmp_path / "other")
     assert code == 2 and "holds no whole checkpoint" in said
-    for other, says in ((tmp_path / "run", "no such file"), (imported, "has only pickle weights (engine.pt)")):
+    for other, says in (
+        (tmp_path / "run", "no such file"),
+        (imported, "is a checkpoint already; name it in model.path"),
+    ):
         code, said = run("import", other, tmp_path / "other")
         assert code == 2 and says in said, said
 

@@ -101,9 +101,7 @@ def kept(config: RoleConfig, root: str, actor: str) -> list[tuple[str, bool, boo
     with te_like():
         first = run("te")
         first.init_model()
-        folder = first.save_checkpoint(
-            f"{root}/{actor}", None, global_step=1, keep=None, state={"chosen": first.chosen}
-        )
+        folder = first.save_checkpoint(f"{root}/{actor}", global_step=1, state={"chosen": first.chosen})
         found = []
         for spec in ("auto", "local"):
             resumed = run(spec)

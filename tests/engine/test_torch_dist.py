@@ -1,5 +1,6 @@
 """Which boxes a run of entries is, and what is read into them. Whole checkpoints: tests/convert."""
 
+import dataclasses
 import itertools
 import math
 import types
@@ -23,7 +24,7 @@ from mrl.engine.torch_dist.boxes import (
     write_metadata,
 )
 from mrl.engine.torch_dist.data_files import Item
-from mrl.engine.torch_dist.reader import TorchDistReader
+from mrl.engine.torch_dist.reader import Chunk, StoredTensor, TorchDistReader, _check_cover, _lie_apart
 from mrl.errors import CheckpointError
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
@@ -131,6 +132,38 @@ def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):
         other = write(tmp_path / "__1_0.distcp", [Box("w", (6, 4), (at, 0), torch.zeros(3, 4))])
         with pytest.raises(CheckpointError, match=says):
             write_index(tmp_path, [one, other])
+
+
+def test_parts_that_begin_in_one_row_are_compared_along_it():
+    """As those of a layer's experts, in one tensor of a checkpoint of Megatron-LM. By pairs this would take minutes."""
+    shape, at = (2, 20_000, 2), itertools.product(range(2), range(20_000))
+    chunks = tuple(Chunk((layer, expert, 0), (1, 1, 2), "x", 0, 0) for layer, expert in at)
+    _check_cover("w", StoredTensor(torch.float32, shape, chunks))
+    moved = dataclasses.replace(chunks[1], offsets=chunks[0].offsets)
+    empty = dataclasses.replace(chunks[1], sizes=(1, 0, 2))
+    for others, says in (
+        ((moved, *chunks[2:]), "lie over one another"),
+        ((*chunks[1:], empty), "two parts at one place"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            _check_cover("w", StoredTensor(torch.float32, shape, (chunks[0], *others)))
+
+
+REGIONS = st.integers(0, 3).flatmap(
+    lambda dims: st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2)), min_size=dims, max_size=dims), max_size=4
+    )
+)
+
+
+@given(REGIONS)
+def test_regions_lie_apart_if_no_two_meet(found):
+    regions = [[(low, low + size) for low, size in region] for region in found]
+    apart = [
+        any(one[1] <= other[0] or other[1] <= one[0] for one, other in zip(*pair, strict=True))
+        for pair in itertools.combinations(regions, 2)
+    ]
+    assert _lie_apart(regions) == all(apart)
 
 
 def test_a_part_is_in_a_file_of_the_folder_and_stored_as_it_is(tmp_path):

@@ -115,7 +115,7 @@ def test_a_run_that_removes_its_checkpoint_meanwhile(run, tmp_path, monkeypatch)
         patched.setattr(sources, "checkpoint_folder", resolve_and_remove)
         found = renew(find_model(str(tmp_path / "run")))
     assert found.source == renew(place).source == str(steps[2]) and "step 1" in found.what
-    removed = pytest.raises(CheckpointError, match="step_00000003: was removed while it was read; .*checkpoint.keep")
+    removed = pytest.raises(CheckpointError, match="step_00000003: was removed while it was read: .*checkpoint.keep")
     with removed, open_any(tmp_path / "run") as source:
         shutil.rmtree(source.place)
         raise FileNotFoundError("a file of it")

@@ -237,7 +237,7 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
         layer_spec.check_rules(sinks, cp3)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match="on any GPU with NVTE_FLASH_ATTN=0 with NVTE_FUSED_ATTN=0 with NVTE_UNFUSED"):
+    with pytest.raises(ConfigError, match="on any GPU with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 and NVTE_UNFUSED"):
         layer_spec.check_rules(DENSE, ONE)
 
 

@@ -59,10 +59,11 @@ def train(
         return TRAIN[command](config), counts["asked"]
 
 
-def fill_where_a_file_is_not_seen(folder: str, at_the_end: bool) -> tuple[int, str]:
-    """Returns how often the model was asked for two known rows, and the error. The last rank sees no file at first.
+def fill_where_a_file_is_not_seen(folder: str, hidden: str) -> tuple[int, str]:
+    """Returns how often the model was asked for two known rows, and the error. The last rank does not see a file.
 
-    at_the_end: it sees none ever, so not the new one either.
+    hidden: it sees none "at first", never the "old" one, or "all" never. A file that no rank can read stays or goes as
+    one of another model.
     """
     batches = [make_batch([[i, 1, 2]], [[0, 1, 1]]) for i in range(2)]
     cache, asked, reads = RowCache(pathlib.Path(folder), {}, ("log_probs",), per_token=False), [], []
@@ -70,6 +71,7 @@ def fill_where_a_file_is_not_seen(folder: str, at_the_end: bool) -> tuple[int, s
         for batch in batches:
             cache.add(batch, {"log_probs": torch.zeros(1)})
         cache.write()
+        pathlib.Path(folder, "log_probs-00009.pt").write_bytes(b"")
     dist.barrier()
 
     def ask(batch: Batch) -> dict[str, torch.Tensor]:
@@ -80,18 +82,19 @@ def fill_where_a_file_is_not_seen(folder: str, at_the_end: bool) -> tuple[int, s
     dispatch = types.SimpleNamespace(on_main=collective.on_main, engines={})
     trainer: Any = types.SimpleNamespace(dispatch=dispatch, console=Console(), stop_requested=False)
     original = caches.saved_by
-    with mock.patch.object(caches, "saved_by", lambda *of, **how: _hidden(original, reads, at_the_end, *of, **how)):
+    with mock.patch.object(caches, "saved_by", lambda *of, **how: _hidden(original, reads, hidden, *of, **how)):
         try:
             caches.fill(cache, batches, lambda: ask, trainer, name="reference", what="log-probs")
         except CheckpointError as error:
             return len(asked), str(error)
     found = [float(cache.of(batch)["log_probs"][0]) for batch in batches]
     assert found == [1.0, 1.0] or found == [0.0, 0.0], found
+    assert not pathlib.Path(folder, "log_probs-00009.pt").exists()  # the main process could not read it either
     return len(asked), ""
 
 
-def _hidden(read: Any, reads: list[str], always: bool, path: pathlib.Path, *of: Any, **how: Any) -> Any:
-    """Reads a file, but not the first time on the last rank."""
+def _hidden(read: Any, reads: list[str], hidden: str, path: pathlib.Path, *of: Any, **how: Any) -> Any:
+    """Reads a file, if the last rank shall see it."""
     reads.append(path.name)
-    is_hidden = dist.get_rank() == dist.get_world_size() - 1 and (always or len(reads) == 1)
-    return None if is_hidden else read(path, *of, **how)
+    is_hidden = {"at first": len(reads) == 1, "old": path.name == "log_probs-00000.pt", "all": True}[hidden]
+    return None if is_hidden and dist.get_rank() == dist.get_world_size() - 1 else read(path, *of, **how)

@@ -116,10 +116,10 @@ def test_a_disk_that_is_full_is_one_line(tmp_path):
         cache.write()
 
 
-@pytest.mark.parametrize("ever, says", [(True, ""), (False, "cannot be read on every rank")])
-def test_ranks_ask_together_where_one_does_not_see_a_file(tmp_path, ever, says):
+@pytest.mark.parametrize("hidden, says", [("at first", ""), ("old", ""), ("all", "cannot be read on every rank")])
+def test_ranks_ask_together_where_one_does_not_see_a_file(tmp_path, hidden, says):
     """A node may see it later than another one, or never."""
-    details = {"folder": str(tmp_path), "at_the_end": not ever}
+    details = {"folder": str(tmp_path), "hidden": hidden}
     asked, error = run_case(2, "tests.trainers.passes:fill_where_a_file_is_not_seen", **details)
     assert asked == 2 and says in error and bool(says) == bool(error)
 

@@ -31,8 +31,8 @@ class Crash(UserError):
 PLACES: dict[str, tuple[Any, str, Callable[..., int | None]]] = {
     "start": (WorkerDispatch, "init_model", lambda *_: 0),
     "rollout": (Collector, "collect", lambda collector, prompts, step: step),
-    "rewards": (Rollouts, "sample", lambda *_, step, series="step", **__: step if series == "step" else None),
-    "evaluation": (Rollouts, "sample", lambda *_, step, series="step", **__: step if series == "eval" else None),
+    "rewards": (Rollouts, "answer", lambda _, prompts, asked: asked.step if asked.series == "step" else None),
+    "evaluation": (Rollouts, "answer", lambda _, prompts, asked: asked.step if asked.series == "eval" else None),
     "forwards": (ppo, "prepare", lambda trainer, collected: trainer.progress.step + 1),
     "step": (ppo, "one_step", lambda trainer, experience: trainer.progress.step + 1),
     "save": (PPOTrainer, "save", lambda trainer, **_: trainer.progress.step),
