@@ -115,10 +115,10 @@ class _Main(click.Group):
 def _of_usage(error: click.UsageError, path: str) -> str:
     """Returns the line on a mistake of the command line. path: the command, if the error knows none."""
     ctx, line = error.ctx, error.format_message().rstrip(".")
-    if isinstance(error, click.NoSuchOption) and ctx is not None:
+    if isinstance(error, click.NoSuchOption) and ctx is not None and not error.possibilities:
         if isinstance(ctx.command, _Main):
             line += "; options go after the command's name"
-        elif not error.possibilities and any(one.name == "overrides" for one in ctx.command.params):
+        elif any(one.name == "overrides" for one in ctx.command.params):
             line += "; a key of the config is given as KEY=VALUE"
     return f"{line}; see {path if ctx is None else ctx.command_path} --help"
 

@@ -46,6 +46,7 @@ from mrl.config.sources import LossOn
 from mrl.data.ends import Probe, TurnEnds, common_prefix_length
 from mrl.data.files import BadRow
 from mrl.data.formats import SYSTEM_ROLES, Chat, Pair, Text, Tokens, check_plain, with_system
+from mrl.data.tokenizer import syntax_error
 from mrl.data.tool_calls import fit_arguments
 from mrl.errors import DataError, ModelError
 
@@ -310,6 +311,8 @@ class Encoder:
                 return self.tokenizer.apply_chat_template(
                     messages, tools=chat.tools, add_generation_prompt=prompt, **options, **chat.template_kwargs
                 )
+        except jinja2.TemplateSyntaxError as e:
+            raise syntax_error(e) from e
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
             raise BadRow(
                 f"the chat template cannot render the conversation ({type(e).__name__}: {e}); put turns and calls in "

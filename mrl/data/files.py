@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import zlib
 from array import array
@@ -74,7 +75,8 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
     target = folder / f"{Path(path).name[:80]}-{key}{suffix}"
     if target.exists():
         return str(target)
-    unfinished = Path(f"{target}.{os.getpid()}.tmp")
+    # of its own where there are no locks: containers on a shared disk have the same process ids
+    unfinished = Path(f"{target}.{secrets.token_hex(8)}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock_where_there_are_locks(f"{target}.lock"):

@@ -45,22 +45,13 @@ def load_tokenizer(
         raise ModelError(path, why=f"{why} ({type(e).__name__}: {e})", fix=fix) from e
     if chat_template is not None:
         use_chat_template(tokenizer, chat_template)
-    else:
-        _check_syntax(tokenizer)
     return tokenizer
 
 
-def _check_syntax(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError for a chat template that is no Jinja: else each row would be a bad one, which may be skipped."""
-    if tokenizer.chat_template is None:
-        return
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    except jinja2.TemplateSyntaxError as e:
-        why = f"is not valid Jinja (line {e.lineno}: {e.message})"
-        raise DataError("the chat template", why=why, fix="correct it, or name another in data.chat_template") from e
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
-        return  # it wants another conversation than this: rows will tell
+def syntax_error(error: jinja2.TemplateSyntaxError) -> DataError:
+    """Returns the error on a chat template that is no Jinja. No row is at fault, and none is skipped for it."""
+    why = f"is not valid Jinja (line {error.lineno}: {error.message})"
+    return DataError("the chat template", why=why, fix="correct it, or name another in data.chat_template")
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
@@ -75,7 +66,12 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str) ->
         raise DataError("data.chat_template", why=f"{chat_template}: cannot be read ({e})", fix=fix) from e
     if not tokenizer.chat_template.strip():
         raise DataError("data.chat_template", why=f"{chat_template}: is empty", fix="give a file with a Jinja template")
-    _check_syntax(tokenizer)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as e:
+        raise syntax_error(e) from e
+    except Exception:
+        return  # it wants another conversation than this: rows will tell
 
 
 def variables_of(template: str) -> set[str]:

@@ -230,9 +230,12 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def choose_nproc(asked: int | None, *, gpus: int, needed: int) -> int:
-    """Returns the number of processes to start here: the given one, else one a GPU, else the least of the layout."""
-    if asked is None and not gpus and needed > MAX_PROCESSES:
+def choose_nproc(asked: int | None, *, gpus: int, needed: int, here: bool = True) -> int:
+    """Returns the number of processes to start: the given one, else one a GPU, else the least of the layout.
+
+    here: they are started, on this machine. A dry run has as many as the layout takes.
+    """
+    if asked is None and here and not gpus and needed > MAX_PROCESSES:
         why = f"the layout needs {needed} processes, and at most {MAX_PROCESSES} are started on one machine"
         raise ConfigError("engine.parallel", why=why, fix="give smaller degrees, or start it with torchrun or srun")
     if asked is None:
@@ -368,7 +371,8 @@ def _check_output_dir(output_dir: str) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigError("output_dir", quoted(output_dir), "is a file", "give a folder")
-        if (held := _of_model(folder)) is not None:
+        is_used = (folder / "config.yaml").exists()  # by a run, which may go on: `used_folder` looks whose it is
+        if not is_used and (held := _of_model(folder)) is not None:
             why = f"is the folder of a model (it holds {held}), whose files a run would be mixed with"
             raise ConfigError("output_dir", quoted(output_dir), why, "give a folder of its own, as in runs/demo")
         existing = next(p for p in (folder, *folder.parents) if p.exists())

@@ -230,7 +230,8 @@ def choose_nproc(parts: Sequence[Part], asked: int | None, *, here: bool = True,
         if part.engine.device == "cuda":  # the engines say the same of a process that torchrun or srun started
             key = part.key("engine.device")
             raise ConfigError(key, "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
-    return preflight.choose_nproc(asked, gpus=gpus, needed=preflight.needed_processes(parts) + beside)
+    needed = preflight.needed_processes(parts) + beside
+    return preflight.choose_nproc(asked, gpus=gpus, needed=needed, here=here)
 
 
 def _start_processes(

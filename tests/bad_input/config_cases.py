@@ -33,7 +33,6 @@ CASES = [
     Case("lora", "model.lora", ("give a mapping", "rank, alpha"), ("model.lora=8",)),
     Case("lora from scratch", "model.init", ("model.lora",), ("model.init=random", "model.lora={rank: 8}")),
     Case("a model's folder", "output_dir", ("is the folder of a model (it holds config.json)", "a folder of its own"), ("output_dir=model",)),
-    Case("more processes than a machine has", "engine.parallel", ("needs 4096 processes", "at most 1024"), ("engine.parallel.cp=4096", "data.max_length=8192")),
     # Bounds.
     Case("no steps", "train.steps", ("out of range", "at least 1"), ("train.steps=0",)),
     Case("infinite lr", "optimizer.lr", ("out of range",), ("optimizer.lr=.inf",)),

@@ -104,6 +104,9 @@ def test_number_of_processes():
     assert choose_nproc(4, gpus=8, needed=2) == choose_nproc(4, gpus=0, needed=2) == 4
     with pytest.raises(ConfigError, match="--nproc: value 16 is above the 8 GPUs"):
         choose_nproc(16, gpus=8, needed=1)
+    with pytest.raises(ConfigError, match="engine.parallel: the layout needs 4096 processes, and at most 1024"):
+        choose_nproc(None, gpus=0, needed=4096)
+    assert choose_nproc(None, gpus=0, needed=4096, here=False) == choose_nproc(4096, gpus=0, needed=1) == 4096
 
 
 MUON = {"optimizer": {"name": "muon"}}

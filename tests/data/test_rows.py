@@ -229,6 +229,18 @@ def test_a_cache_without_locks_is_warned_about_and_used(tmp_path, monkeypatch, c
     with caplog.at_level(logging.WARNING):
         assert read(path)[0] == ROWS
     assert "no lock in" in caplog.text and os.strerror(number) in caplog.text
+    path.rename(tmp_path / "b.jsonl.gz")
+
+    def decompress(path, target):
+        """While it writes, a container with the same process id does all of it."""
+        with gzip.open(path) as packed, open(target, "wb") as out:
+            monkeypatch.setattr(mrl.data.files, "_decompress", decompress_alone)
+            assert read(path)[0] == ROWS
+            out.write(packed.read())
+
+    decompress_alone = mrl.data.files._decompress
+    monkeypatch.setattr(mrl.data.files, "_decompress", decompress)
+    assert read(tmp_path / "b.jsonl.gz")[0] == ROWS
 
 
 def test_a_file_that_changes_under_its_index_is_an_error(tmp_path):

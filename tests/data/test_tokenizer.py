@@ -2,9 +2,10 @@
 
 import pytest
 
+from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, ModelError
-from tests.data.tiny_tokenizers import CHATML, make_tokenizer, turns
+from tests.data.tiny_tokenizers import CHATML, config, make_tokenizer, turns, write_jsonl
 
 
 @pytest.fixture
@@ -73,3 +74,18 @@ def test_a_template_that_is_none(folder, tmp_path, text, says):
         path.write_text(text)
     with pytest.raises(DataError, match=says):
         load_tokenizer(str(folder), chat_template=str(path))
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_a_tokenizers_own_template_that_is_none_is_said_where_a_row_needs_it(folder, tmp_path, on_bad_row):
+    """A tokenizer whose template nothing reads, as a teacher's, works. No row is skipped for the template."""
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    tokenizer = load_tokenizer(str(folder))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "fox"}, {"messages": turns("fox", "dog")}])
+    rows = {
+        name: SFTDataset(config(path, format=name, on_bad_row=on_bad_row), tokenizer) for name in ("text", "messages")
+    }
+    assert rows["text"].load(0).ids
+    with pytest.raises(DataError, match=r"the chat template: is not valid Jinja \(line 1: ") as error:
+        rows["messages"].load(1)
+    assert not error.value.may_be_skipped

@@ -143,6 +143,16 @@ def test_a_limit_that_no_checkpoint_has_may_be_lowered_again(runs, tmp_path):
         preflight.check_used(record("sft"), from_dict(raw))
 
 
+def test_a_run_goes_on_beside_weights_that_lie_in_its_folder(runs, tmp_path):
+    """As where a release before this one took a model's folder; a run does not begin in one."""
+    shutil.copytree(runs / "half", tmp_path / "half")
+    (tmp_path / "half" / "model.safetensors").write_text("w")
+    preflight._check_output_dir(str(tmp_path / "half"))
+    (tmp_path / "half" / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="is the folder of a model \\(it holds model.safetensors\\)"):
+        preflight._check_output_dir(str(tmp_path / "half"))
+
+
 def test_of_serve_the_folder_alone_is_looked_at(runs):
     raw = merged(BASES["serve"], {"output_dir": str(runs / "foreign")})
     with pytest.raises(ConfigError, match="did not write"):
