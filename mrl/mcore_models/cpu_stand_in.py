@@ -211,8 +211,28 @@ def _complete_gloo() -> None:
         {
             "torch.distributed:all_gather": gather,
             "torch.distributed.distributed_c10d:all_gather": gather,
+            "torch.distributed:all_gather_into_tensor": _nothing_to_move(dist.all_gather_into_tensor),
+            "torch.distributed:reduce_scatter_tensor": _nothing_to_move(dist.reduce_scatter_tensor),
         }
     )
+
+
+def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Skips a collective in place over a group of one rank.
+
+    megatron gathers and scatters buffers in place. gloo copies them through another of the same size, even if nothing
+    is to be done: 4 % of the CPU time of a step with 20 million parameters and 2,048 tokens (benchmarks/before.py).
+    """
+
+    @functools.wraps(collective)
+    def run(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group", args[-1] if args and isinstance(args[-1], dist.ProcessGroup) else None)
+        in_place = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+        if in_place and not kwargs.get("async_op") and dist.get_world_size(group) == 1:
+            return None
+        return collective(output, input, *args, **kwargs)
+
+    return run
 
 
 def _recompute_without_fp8_and_compiler() -> None:
